@@ -1,0 +1,128 @@
+// The argument structs of all kernels: included by CUDA, by the CPU build and read by epcomm/runtime/args.py.
+// One field a line, no initialisers, no expressions but the names defined here.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+typedef float f32;
+
+#define DTYPE_BF16 0
+#define DTYPE_F16 1
+#define DTYPE_F32 2
+
+#define MAX_topk 32
+
+// Operations that cross ranks, each with its own epoch and entry words.
+#define OP_PLAN 0
+#define OP_DISPATCH 1
+#define OP_COMBINE 2
+#define OP_PREFETCH 3
+#define OP_REDUCE_GRAD 4
+#define OP_LL_DISPATCH 5
+#define OP_LL_COMBINE 6
+#define NUM_OPERATIONS 7
+
+// Offsets in a chunk's control area, in u32 words. Word 0: this rank has given up (or a peer has).
+#define CONTROL_ABORTED 0
+#define CONTROL_RAISED_BY 32
+
+// What the first wait that expired saw; in memory that the host reads.
+struct ErrorRecord {
+  u32 state;
+  i32 operation;
+  i32 rank;
+  i32 peer;
+  u32 seen;
+  u32 wanted;
+  i32 block;
+  i32 thread;
+};
+
+// Who this rank is and where the peers' chunks of the symmetric memory lie.
+struct World {
+  u8* base;
+  i64 stride;
+  i64 control;
+  struct ErrorRecord* error;
+  u32* bad_ids;
+  i64 timeout_ns;
+  i32 rank;
+  i32 ranks;
+};
+
+// plan.cu: from every rank's routing to the balanced placement of every entry (DESIGN of the planner: docs/planner.md).
+struct PlanArgs {
+  struct World world;
+  const void* topk_idx;
+  i32* dst;
+  i32* num_tokens_per_rank;
+  i32* counts;
+  i32* cu_seqlens;
+  i32* experts_to_copy;
+  u32* epochs;
+  i64 packets;
+  u8* scratch;
+  u32* grid_barrier;
+  i32 num_tokens;
+  i32 index_bytes;
+  i32 topk;
+  i32 experts;
+  i32 row_capacity;
+  i32 token_padding;
+};
+
+// dispatch.cu: rows to their places on every rank.
+struct DispatchArgs {
+  struct World world;
+  const u8* x;
+  const f32* topk_weights;
+  const i32* dst;
+  const i32* num_tokens_per_rank;
+  const i32* counts;
+  const i32* cu_seqlens;
+  i32* rows;
+  f32* row_weights;
+  u32* epochs;
+  i64 receive;
+  i64 records;
+  i64 flags;
+  i32 num_tokens;
+  i32 capacity;
+  i32 row_capacity;
+  i32 row_bytes;
+  i32 topk;
+  i32 segments;
+  i32 token_padding;
+  i32 send_warps;
+};
+
+// combine.cu: rows back to their tokens, summed.
+struct CombineArgs {
+  struct World world;
+  const u8* x;
+  const f32* row_weights;
+  u8* out;
+  f32* topk_weights;
+  const i32* dst;
+  const i32* num_tokens_per_rank;
+  const i32* rows;
+  u32* epochs;
+  u32* consumed;
+  i64 ring;
+  i64 ring_weights;
+  i64 flags;
+  i64 credits;
+  i32 num_tokens;
+  i32 x_rows;
+  i32 capacity;
+  i32 row_capacity;
+  i32 row_bytes;
+  i32 topk;
+  i32 dtype;
+  i32 ring_tokens;
+  i32 produce_warps;
+};
