@@ -26,13 +26,17 @@ typedef float f32;
 #define OP_LL_COMBINE 6
 #define NUM_OPERATIONS 7
 
-// Offsets in a chunk's control area, in u32 words. Word 0: this rank has given up (or a peer has).
+// A chunk's control area, in u32 words: [0] this rank's abort flag; from CONTROL_RAISED_BY on, one word a rank that gave up by
+// itself; then one entry word an operation and rank.
 #define CONTROL_ABORTED 0
 #define CONTROL_RAISED_BY 32
+#define ABORTED_HERE 1
+#define ABORTED_BY_PEER 2
 
 // What the first wait that expired saw; in memory that the host reads.
 struct ErrorRecord {
   u32 state;
+  u32 peer_raised;
   i32 operation;
   i32 rank;
   i32 peer;
@@ -42,13 +46,17 @@ struct ErrorRecord {
   i32 thread;
 };
 
+// Counters of input that kernels had to ignore: World.bad_input[...].
+#define BAD_EXPERT_IDS 0
+#define BAD_ROWS 1
+
 // Who this rank is and where the peers' chunks of the symmetric memory lie.
 struct World {
   u8* base;
   i64 stride;
   i64 control;
   struct ErrorRecord* error;
-  u32* bad_ids;
+  u32* bad_input;
   i64 timeout_ns;
   i32 rank;
   i32 ranks;
@@ -97,6 +105,7 @@ struct DispatchArgs {
   i32 topk;
   i32 segments;
   i32 token_padding;
+  i32 ranks;
   i32 send_warps;
 };
 
@@ -122,6 +131,7 @@ struct CombineArgs {
   i32 row_capacity;
   i32 row_bytes;
   i32 topk;
+  i32 ranks;
   i32 dtype;
   i32 ring_tokens;
   i32 produce_warps;
