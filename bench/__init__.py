@@ -1,0 +1,1 @@
+"""Benchmarks of epcomm, run from a checkout: `python -m epcomm bench list`."""
