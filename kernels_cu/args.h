@@ -74,7 +74,6 @@ struct PlanArgs {
   u32* epochs;
   i64 packets;
   u8* scratch;
-  u32* grid_barrier;
   i32 num_tokens;
   i32 index_bytes;
   i32 topk;
