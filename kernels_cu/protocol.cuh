@@ -15,16 +15,15 @@ DEV u32* entry_word(const World& w, i32 at, i32 operation, i32 from) {
 // Epochs grow for ever and wrap: a signed difference, never equality, since a fast peer may already be one ahead.
 DEV bool reached(u32 seen, u32 epoch) { return (i32)(seen - epoch) >= 0; }
 
-DEV bool aborted(const World& w) {
-  u32 flag = ld_relaxed(control_words(w, w.rank) + CONTROL_ABORTED);
-  if (flag == ABORTED_BY_PEER) w.error->peer_raised = 1;
-  return flag != 0;
-}
+DEV bool aborted(const World& w) { return ld_relaxed(control_words(w, w.rank) + CONTROL_ABORTED) != 0; }
 
-// The first wait to expire: say what was missing, stop every wait of this rank, then those of the peers.
+// Ends every wait of this rank: the first wait to expire, or the first to see that a peer gave up, says what it missed; if it was
+// not a peer's doing, the peers are told.
 DEV void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wanted) {
-  if (atomic_exch_gpu(control_words(w, w.rank) + CONTROL_ABORTED, ABORTED_HERE) != 0) return;
+  const u32 before = atomic_exch_gpu(control_words(w, w.rank) + CONTROL_ABORTED, ABORTED_HERE);
   ErrorRecord* record = w.error;
+  if (before == ABORTED_HERE || ld_acquire(&record->state) != 0) return;
+  record->peer_raised = before == ABORTED_BY_PEER;
   record->operation = operation;
   record->rank = w.rank;
   record->peer = peer;
@@ -33,6 +32,7 @@ DEV void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wanted) 
   record->block = block_index();
   record->thread = thread_index();
   st_release(&record->state, 1);
+  if (before == ABORTED_BY_PEER) return;
   for (i32 r = 0; r < w.ranks; r++) {
     if (r == w.rank) continue;
     st_relaxed(control_words(w, r) + CONTROL_RAISED_BY + w.rank, 1);
@@ -51,8 +51,7 @@ DEV bool wait_for(const World& w, Ready ready, u32 wanted, i32 operation, i32 pe
     spin_hint();
     if (ready(seen)) return true;
     if (spins % 64 != 0) continue;  // the clock and the abort flag cost more than a poll
-    if (aborted(w)) return false;
-    if ((i64)(clock_ns() - start) > w.timeout_ns) {
+    if (aborted(w) || (i64)(clock_ns() - start) > w.timeout_ns) {
       give_up(w, operation, peer, seen, wanted);
       return false;
     }
@@ -72,7 +71,10 @@ DEV bool wait_entered(const World& w, i32 operation, u32 epoch, i32 peer) {
 // Starts a call: its epoch, told to every peer by block 0. False for the whole block if this rank has given up.
 DEV bool begin_call(const World& w, i32 operation, const u32* epochs, u32& epoch) {
   epoch = epochs[block_index()] + 1;
-  if (block_any(aborted(w))) return false;
+  if (block_any(aborted(w))) {
+    if (thread_index() == 0) give_up(w, operation, -1, epoch - 1, epoch);
+    return false;
+  }
   if (block_index() == 0)
     for (i32 r = thread_index(); r < w.ranks; r += block_threads()) st_release(entry_word(w, r, operation, w.rank), epoch);
   return true;
