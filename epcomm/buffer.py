@@ -1,0 +1,473 @@
+"""Buffer: balanced expert parallelism. plan, dispatch and combine (training and prefill)."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from . import dtypes, layout, plan_layout
+from .arrays import giver, take
+from .endpoint import Endpoint
+from .layout import Areas
+from .plan import Plan, PlanLayout
+from .runtime import args
+from .stream import resolve as _resolve
+
+_ROW_DTYPES = {
+    dtypes.bfloat16: args.DTYPE_BF16,
+    dtypes.float16: args.DTYPE_F16,
+    dtypes.float32: args.DTYPE_F32,
+}
+_INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_WEIGHT_DTYPES = (np.dtype(np.float32),)
+_ids = itertools.count()
+
+
+class Dispatched(NamedTuple):
+    """What `Buffer.dispatch` returns.
+
+    x: [rows, hidden] received rows, grouped by segment (see Plan.cu_seqlens); pad rows are zero, rows behind the last segment are
+        undefined. topk_weights: [rows] float32 or None. cu_seqlens: plan.cu_seqlens. plan: the Plan. event: an Event, or None for
+        a call without async_finish.
+    """
+
+    x: object
+    topk_weights: object
+    cu_seqlens: object
+    plan: Plan
+    event: object
+
+
+class Combined(NamedTuple):
+    """What `Buffer.combine` returns: x [s, hidden], topk_weights [s, K] float32 or None, event or None."""
+
+    x: object
+    topk_weights: object
+    event: object
+
+
+class Buffer(Endpoint):
+    """Balanced dispatch and combine between the ranks of a group.
+
+    Args:
+        group: the Group; all its ranks construct the buffer with the same settings.
+        num_tokens: most tokens a rank brings to one call (S).
+        hidden: columns of a row, a multiple of 8.
+        num_topk: experts a token names (K), 1 to 32.
+        num_experts: experts over all ranks (E), a multiple of the group's size.
+        dtype: of a row: "bfloat16", "float16" or "float32".
+        num_sms: SMs that dispatch and combine may use; None = enough that neither the wire nor the stores starve.
+        token_padding: rows of an expert's segment are padded to a multiple of this.
+
+    Raises:
+        ValueError: a setting is out of range, or the ranks disagree; on every rank, naming field and rank.
+    """
+
+    def __init__(
+        self, group, *, num_tokens, hidden, num_topk, num_experts, dtype="bfloat16", num_sms=None, token_padding=128
+    ):
+        settings = dict(
+            num_tokens=num_tokens,
+            hidden=hidden,
+            num_topk=num_topk,
+            num_experts=num_experts,
+            dtype=str(dtype),
+            token_padding=token_padding,
+        )
+        group.agree("Buffer", settings, _problem(group, num_sms=num_sms, **settings))
+        ranks, device = group.size, group.device
+        self._id = next(_ids)
+        self.dtype = dtypes.resolve(dtype)
+        self.num_tokens, self.hidden, self.num_topk, self.num_experts = num_tokens, hidden, num_topk, num_experts
+        self.token_padding = token_padding
+        self.experts_per_rank = num_experts // ranks
+        self.row_bytes = hidden * self.dtype.itemsize
+        self.row_capacity = plan_layout.row_capacity(num_tokens, num_topk, num_experts, ranks, token_padding)
+        if num_sms is None:
+            num_sms = layout.default_num_sms(ranks, num_experts, num_topk, device.num_sms)
+        self.num_sms = min(num_sms, device.num_sms)
+        self.ring_tokens = layout.ring_tokens(num_tokens, self.row_bytes, self.row_capacity * self.row_bytes, ranks)
+
+        plan_grid = plan_layout.grid_blocks(num_tokens, device.num_sms)
+        halves = -(-num_tokens // (self.ring_tokens // 2))
+        areas = Areas(
+            receive=self.row_capacity * self.row_bytes,
+            records=ranks * num_tokens * layout.align(2 * num_topk, 4) * 4,
+            dispatch_flags=ranks * num_tokens * 4,
+            ring=(ranks - 1) * self.ring_tokens * self.row_bytes,
+            ring_weights=(ranks - 1) * self.ring_tokens * num_topk * 4,
+            combine_flags=ranks * num_tokens * 4,
+            credits=halves * ranks * 4,
+            packets=plan_layout.packets_bytes(num_experts, ranks),
+        )
+        grids = {args.OP_PLAN: plan_grid, args.OP_DISPATCH: self.num_sms, args.OP_COMBINE: self.num_sms}
+        super().__init__(group, areas, grids)
+        self._plan_layout = PlanLayout(ranks, num_tokens, num_topk, num_experts)
+        self._rows_view = self._symmetric.array(areas["receive"], (self.row_capacity, hidden), self.dtype)
+        self._weights_view = device.zeros((self.row_capacity,), np.float32)
+        self._scratch = device.zeros((plan_layout.scratch_bytes(num_experts, plan_grid),), np.uint8)
+        self._consumed = device.zeros((halves,), np.uint32)
+        self._live_plan = None  # the plan of the last dispatch: its rows are the ones in the receive area
+        self._prepare_plan(plan_grid)
+        self._prepare_dispatch()
+        self._prepare_combine()
+        device.synchronize(device.handle(device.current_stream()))
+        group.barrier()
+
+    # -- kernels: the fields that never change, and the launchers ------------------------------------------------------------
+
+    def _prepare_plan(self, grid):
+        device, experts, ranks = self.device, self.num_experts, self.group.size
+        threads = plan_layout.block_threads(experts, ranks, min(device.max_threads, 32 * plan_layout.MAX_WARPS))
+        self._plan_args = args.PlanArgs(
+            world=self._world,
+            epochs=device.pointer(self._epochs[args.OP_PLAN]),
+            packets=self._areas["packets"],
+            scratch=device.pointer(self._scratch),
+            topk=self.num_topk,
+            experts=experts,
+            row_capacity=self.row_capacity,
+            token_padding=self.token_padding,
+        )
+        self._launch_plan = device.launcher(
+            "plan",
+            self._plan_args,
+            grid=grid,
+            block=threads,
+            shared=plan_layout.shared_bytes(experts, ranks, threads),
+            shape=dict(topk=self.num_topk),
+        )
+
+    def _prepare_dispatch(self):
+        device, areas = self.device, self._areas
+        stage = layout.align(self.row_bytes, 128)
+        send_warps, threads = _dispatch_warps(self.num_sms, device.max_threads // 32, device.max_shared // (stage + 8))
+        self._dispatch_args = args.DispatchArgs(
+            world=self._world,
+            epochs=device.pointer(self._epochs[args.OP_DISPATCH]),
+            receive=areas["receive"],
+            records=areas["records"],
+            flags=areas["dispatch_flags"],
+            capacity=self.num_tokens,
+            row_capacity=self.row_capacity,
+            row_bytes=self.row_bytes,
+            topk=self.num_topk,
+            segments=2 * self.experts_per_rank,
+            token_padding=self.token_padding,
+            ranks=self.group.size,
+            send_warps=send_warps,
+        )
+        self._launch_dispatch = device.launcher(
+            "dispatch",
+            self._dispatch_args,
+            grid=self.num_sms,
+            block=threads,
+            shared=layout.align(send_warps * 8, 128) + send_warps * stage,
+            shape=dict(topk=self.num_topk, row_bytes=self.row_bytes, ranks=self.group.size),
+        )
+
+    def _prepare_combine(self):
+        device, areas = self.device, self._areas
+        produce_warps, threads = _combine_warps(self.num_sms, device.max_threads // 32)
+        self._combine_args = args.CombineArgs(
+            world=self._world,
+            epochs=device.pointer(self._epochs[args.OP_COMBINE]),
+            consumed=device.pointer(self._consumed),
+            ring=areas["ring"],
+            ring_weights=areas["ring_weights"],
+            flags=areas["combine_flags"],
+            credits=areas["credits"],
+            capacity=self.num_tokens,
+            row_capacity=self.row_capacity,
+            row_bytes=self.row_bytes,
+            topk=self.num_topk,
+            ranks=self.group.size,
+            dtype=_ROW_DTYPES[self.dtype],
+            ring_tokens=self.ring_tokens,
+            produce_warps=produce_warps,
+        )
+        self._launch_combine = device.launcher(
+            "combine",
+            self._combine_args,
+            grid=self.num_sms,
+            block=threads,
+            shape=dict(
+                topk=self.num_topk, row_bytes=self.row_bytes, ranks=self.group.size, dtype=_ROW_DTYPES[self.dtype]
+            ),
+        )
+
+    # -- operations ----------------------------------------------------------------------------------------------------------
+
+    def plan(self, topk_idx, *, stream=None) -> Plan:
+        """Decides where every entry of this step goes. Collective; nothing waits for the host.
+
+        Args:
+            topk_idx: [s, K] int32 or int64 expert ids, s <= num_tokens; -1 = no expert, other ids outside the experts act as -1
+                and make `check()` raise. A token may name an expert twice.
+            stream: stream to work on; None = the current one.
+
+        Returns:
+            The Plan. It may be used for any number of dispatches and combines.
+        """
+        self._require_usable()
+        handle = _resolve(self.device, stream)
+        topk_idx = self._take_topk(topk_idx, handle)
+        with self.group.order.call(self.device, handle):
+            return self._plan(topk_idx, handle)
+
+    def dispatch(
+        self,
+        x,
+        topk_idx=None,
+        topk_weights=None,
+        *,
+        plan=None,
+        total_tokens=None,
+        out=None,
+        zero_copy=False,
+        zero_copy_weights=False,
+        stream=None,
+    ) -> Dispatched:
+        """Sends every token's row to the ranks that hold its experts, grouped by expert there. Collective.
+
+        Args:
+            x: [s, hidden] rows of the buffer's dtype.
+            topk_idx: [s, K] expert ids, to be planned now; or
+            plan: a Plan of this buffer with num_tokens = s. Exactly one of both.
+            topk_weights: [s, K] float32 route weights that travel with the rows, or None; the same choice on all ranks.
+            total_tokens: the sum of s over all ranks, where the host knows it: the result then has the step's rows instead of the
+                buffer's capacity.
+            out: [rows or more, hidden] array to write the received rows into; its first rows are returned.
+            zero_copy: return a view of the buffer's receive area; the next dispatch overwrites it.
+            zero_copy_weights: likewise for the received weights.
+            stream: stream to work on; None = the current one.
+
+        Raises:
+            ValueError, TypeError: bad input; nothing has been sent and no peer is held up if the call is made again in time.
+            PeerTimeoutError: an earlier call's peer did not come.
+        """
+        self._require_usable()
+        device = self.device
+        handle = _resolve(device, stream)
+        if (topk_idx is None) == (plan is None):
+            raise ValueError("dispatch: expected exactly one of topk_idx and plan")
+        if plan is None:
+            indices = self._take_topk(topk_idx, handle)
+            num_tokens = indices.shape[0]
+        else:
+            self._check_plan(plan)
+            num_tokens = plan.num_tokens
+        give = giver(x)
+        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=handle)
+        num_rows = self._step_rows(total_tokens)
+        if topk_weights is not None:
+            topk_weights = take(
+                device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=(num_tokens, self.num_topk), stream=handle
+            )
+        if out is not None:
+            if zero_copy:
+                raise ValueError("dispatch: out and zero_copy exclude each other")
+            target = take(
+                device, out, "out", dtypes=(self.dtype,), shape=(None, self.hidden), stream=handle, writable=True
+            )
+            if target.shape[0] < num_rows:
+                raise ValueError(f"out: expected at least {num_rows} rows, got {target.shape[0]}")
+            target = target[:num_rows]
+        with self.group.order.call(device, handle):
+            if plan is None:
+                plan = self._plan(indices, handle)
+            weights = None
+            if topk_weights is not None:
+                weights = self._weights_view if zero_copy_weights else device.empty((self.row_capacity,), np.float32)
+            a = self._dispatch_args
+            a.x = device.pointer(rows)
+            a.topk_weights = None if weights is None else device.pointer(topk_weights)
+            a.row_weights = None if weights is None else device.pointer(weights)
+            a.dst = plan._dst_pointer
+            a.num_tokens_per_rank = plan._pointer("num_tokens_per_rank")
+            a.counts = plan._pointer("num_tokens_per_expert")
+            a.cu_seqlens = plan._pointer("cu_seqlens")
+            a.rows = plan._pointer("rows")
+            a.num_tokens = num_tokens
+            self._launch(self._launch_dispatch, handle)
+            plan.dispatched = True
+            self._live_plan = plan
+            received = self._rows_view[:num_rows]
+            if not zero_copy:
+                if out is None:
+                    target = device.empty(received.shape, self.dtype)
+                device.copy(target, received, handle)
+                received = target
+        weights = None if weights is None else weights[:num_rows]
+        if give is not None:
+            received, weights = give(received), give(weights)
+        return Dispatched(received if out is None else out[:num_rows], weights, plan.cu_seqlens, plan, None)
+
+    def combine(
+        self, x, plan, *, row_weights=None, out=None, zero_copy=False, zero_copy_weights=False, stream=None
+    ) -> Combined:
+        """Brings every token's rows back and sums them, unweighted. Collective. The backward of dispatch, and its mirror.
+
+        A rank's rows of a token are summed in float32 in ascending k and rounded once to the row type; these partial sums are added in
+        ascending rank order in float32 and rounded once. Same input, same bits.
+
+        Args:
+            x: [rows, hidden] rows of the buffer's dtype, laid out as dispatch delivered them; read where they lie.
+            plan: the Plan of that dispatch.
+            row_weights: [rows] float32 or None: one value a row, brought back to [s, K] (the gradient of the route weights); the
+                same choice on all ranks.
+            out: [s, hidden] array to write the sums into.
+            zero_copy: assert that x is this buffer's live view, as the last dispatch returned it.
+            zero_copy_weights: likewise for row_weights.
+            stream: stream to work on; None = the current one.
+
+        Raises:
+            ValueError, TypeError: bad input; nothing has been sent.
+            PeerTimeoutError: an earlier call's peer did not come.
+        """
+        self._require_usable()
+        device = self.device
+        handle = _resolve(device, stream)
+        self._check_plan(plan)
+        if not plan.dispatched:
+            raise ValueError("combine: the plan has not been dispatched yet, so no rank knows which rows it holds of which token")
+        give = giver(x)
+        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=handle)
+        self._check_view("x", rows, self._rows_view, plan, zero_copy)
+        if row_weights is not None:
+            row_weights = take(
+                device, row_weights, "row_weights", dtypes=_WEIGHT_DTYPES, shape=(rows.shape[0],), stream=handle
+            )
+            self._check_view("row_weights", row_weights, self._weights_view, plan, zero_copy_weights)
+        shape = (plan.num_tokens, self.hidden)
+        if out is None:
+            target = device.empty(shape, self.dtype)
+        else:
+            target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=handle, writable=True)
+        weights = None if row_weights is None else device.empty((plan.num_tokens, self.num_topk), np.float32)
+        with self.group.order.call(device, handle):
+            a = self._combine_args
+            a.x = device.pointer(rows)
+            a.row_weights = None if weights is None else device.pointer(row_weights)
+            a.out = device.pointer(target)
+            a.topk_weights = None if weights is None else device.pointer(weights)
+            a.dst = plan._dst_pointer
+            a.num_tokens_per_rank = plan._pointer("num_tokens_per_rank")
+            a.rows = plan._pointer("rows")
+            a.num_tokens = plan.num_tokens
+            a.x_rows = rows.shape[0]
+            self._launch(self._launch_combine, handle)
+        if give is not None:
+            target, weights = give(target), give(weights)
+        return Combined(target if out is None else out, weights, None)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------------
+
+    def _plan(self, topk_idx, handle):
+        plan = Plan(self, topk_idx.shape[0])
+        a = self._plan_args
+        a.topk_idx = self.device.pointer(topk_idx)
+        a.index_bytes = topk_idx.dtype.itemsize
+        a.num_tokens = plan.num_tokens
+        a.dst = plan._dst_pointer
+        a.num_tokens_per_rank = plan._pointer("num_tokens_per_rank")
+        a.counts = plan._pointer("num_tokens_per_expert")
+        a.cu_seqlens = plan._pointer("cu_seqlens")
+        a.experts_to_copy = plan._pointer("experts_to_copy")
+        self._launch(self._launch_plan, handle)
+        return plan
+
+    def _launch(self, launch, handle):
+        launch(handle)
+        self._last_handle = handle
+        if self._alarm[0]:
+            raise self._failed()
+
+    def _take_topk(self, topk_idx, handle):
+        topk_idx = take(
+            self.device, topk_idx, "topk_idx", dtypes=_INDEX_DTYPES, shape=(None, self.num_topk), stream=handle
+        )
+        if topk_idx.shape[0] > self.num_tokens:
+            raise ValueError(f"topk_idx: expected at most {self.num_tokens} tokens (num_tokens), got {topk_idx.shape[0]}")
+        return topk_idx
+
+    def _check_plan(self, plan):
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
+        if plan._buffer_id != self._id:
+            raise ValueError("plan: it belongs to another buffer")
+
+    def _check_view(self, name, array, view, plan, asserted):
+        """A view of a receive area is good for the plan of the last dispatch alone."""
+        live = self.device.pointer(array) == self.device.pointer(view)
+        if live and self._live_plan is not plan:
+            raise ValueError(f"{name}: a stale view: a later dispatch of this buffer has overwritten it")
+        if asserted and not live:
+            raise ValueError(f"{name}: expected this buffer's own view (zero copy), got other memory")
+
+    def _step_rows(self, total_tokens):
+        if total_tokens is None:
+            return self.row_capacity
+        most = self.group.size * self.num_tokens
+        if not 0 <= total_tokens <= most:
+            raise ValueError(f"total_tokens: expected 0 to {most} (ranks * num_tokens), got {total_tokens}")
+        rows = plan_layout.row_prefix(
+            total_tokens, self.num_topk, self.num_experts, self.group.size, self.token_padding
+        )
+        return min(rows, self.row_capacity)
+
+    def _local_bytes(self):
+        arrays = (self._weights_view, self._scratch, self._consumed)
+        return super()._local_bytes() + sum(array.nbytes for array in arrays)
+
+    def _close_views(self):
+        self._rows_view = None
+
+
+def _problem(group, *, num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding):
+    """What is wrong with a buffer's settings on this rank, or None."""
+    for name, value in (("num_tokens", num_tokens), ("hidden", hidden), ("num_experts", num_experts)):
+        if not isinstance(value, int) or value < 1:
+            return f"{name}: expected a positive int, got {value!r}"
+    if hidden % 8:
+        return f"hidden: expected a multiple of 8, got {hidden}"
+    if not isinstance(num_topk, int) or not 1 <= num_topk <= args.MAX_topk:
+        return f"num_topk: expected 1 to {args.MAX_topk}, got {num_topk!r}"
+    if num_experts % group.size:
+        return f"num_experts: expected a multiple of the {group.size} ranks, got {num_experts}"
+    if not isinstance(token_padding, int) or token_padding < 1:
+        return f"token_padding: expected a positive int, got {token_padding!r}"
+    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
+        return f"num_sms: expected None or a positive int, got {num_sms!r}"
+    try:
+        dtype = dtypes.resolve(dtype)
+    except TypeError as error:
+        return str(error)
+    if dtype not in _ROW_DTYPES:
+        return f"dtype: expected one of {', '.join(sorted(d.name for d in _ROW_DTYPES))}, got {dtype.name}"
+    widest = (group.device.max_shared - 256) // 128 * 128 // dtype.itemsize
+    if hidden > widest:
+        return f"hidden: a row must fit into a block's shared memory: at most {widest} columns of {dtype.name}, got {hidden}"
+    rows = plan_layout.row_capacity(num_tokens, num_topk, num_experts, group.size, token_padding)
+    if rows * group.size >= 2**31:
+        return f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can name"
+    try:
+        plan_layout.block_threads(num_experts, group.size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _dispatch_warps(grid, warps, rows_in_shared):
+    """(send warps, threads) of a dispatch block. About 320 send warps in the whole grid fill the wire whatever its size; more only
+    compete with arriving rows (measured on H200). Each needs one row of shared memory; 16 warps expand."""
+    send = max(1, min(round(320 / grid), warps // 2, rows_in_shared))
+    return send, 32 * (send + min(16, warps - send))
+
+
+def _combine_warps(grid, warps):
+    """(produce warps, threads) of a combine block. Few SMs need all the loads in flight they can get, many need fewer; consumers read
+    one row more, so they are slightly more (measured on H200)."""
+    warps = min(warps, 32 if grid <= 96 else 20)
+    return max(1, math.ceil(warps * 0.4)) if warps < 32 else 15, 32 * warps
