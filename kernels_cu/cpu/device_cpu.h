@@ -67,6 +67,9 @@ DEV i32 ffs(u32 x) { return __builtin_ffs(i32(x)); }
 DEV i32 clz(u32 x) { return x == 0 ? 32 : __builtin_clz(x); }
 DEV u32 lanes_below() { return (1u << lane_index()) - 1; }
 
+DEV i32 min(i32 x, i32 y) { return x < y ? x : y; }
+DEV i32 max(i32 x, i32 y) { return x > y ? x : y; }
+
 // ---- flags and atomics
 DEV u32 ld_relaxed(const u32* p) { return __atomic_load_n(p, RELAXED_LOAD); }
 DEV u64 ld_relaxed(const u64* p) { return __atomic_load_n(p, RELAXED_LOAD); }
@@ -99,7 +102,10 @@ DEV void fence_async() {}
 DEV void fence_async_shared() {}
 DEV void fence_alias() {}
 
-// ---- 16 bytes
+// ---- memory
+DEV i32 load_const(const i32* p) { return *p; }
+DEV u32 load_const(const u32* p) { return *p; }
+DEV f32 load_const(const f32* p) { return *p; }
 DEV void check_aligned(const void* p) {
   if ((reinterpret_cast<uintptr_t>(p) & 15) != 0) simt::fail("16-byte access at %p, which is not a multiple of 16", p);
 }
