@@ -99,6 +99,8 @@ DEV f32 load_const(const f32* p) { return __ldg(p); }
 DEV Vec16 load16(const void* p) { Vec16 v; asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
 // Data of earlier kernels only.
 DEV Vec16 load16_const(const void* p) { Vec16 v; asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p)); return v; }
+template <class T>
+DEV T load_const(const T* p) { return __ldg(p); }
 DEV void store16(void* p, Vec16 v) { asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 // A packet that the peer sees whole. The last word carries the epoch.
 DEV Vec16 packet_load(const void* p) { Vec16 v; asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }

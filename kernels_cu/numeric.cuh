@@ -66,13 +66,11 @@ DEV f32 e4m3_to_f32(u8 bits) {
 }
 #endif
 
-// Elements in 16 bytes, and their bytes.
+// Elements in 16 bytes.
 template <i32 DTYPE>
-constexpr i32 VEC_ELEMENTS = DTYPE == DTYPE_F32 ? 4 : 8;
-template <i32 DTYPE>
-constexpr i32 ELEMENT_BYTES = DTYPE == DTYPE_F32 ? 4 : 2;
+DEV constexpr i32 vector_width() { return DTYPE == DTYPE_F32 ? 4 : 8; }
 
-// 16 bytes of DTYPE to VEC_ELEMENTS floats, and back.
+// 16 bytes of DTYPE to vector_width() floats, and back.
 template <i32 DTYPE>
 DEV void unpack(Vec16 v, f32* out) {
   u32 word[4] = {v.x, v.y, v.z, v.w};

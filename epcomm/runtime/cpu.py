@@ -93,7 +93,7 @@ class CpuDevice:
     def zeros(self, shape, dtype):
         """An array of zeros, 128-byte aligned."""
         array = self.empty(shape, dtype)
-        array.view(np.uint8).fill(0)
+        array[...] = 0
         return array
 
     def wrap(self, pointer, shape, dtype, owner):

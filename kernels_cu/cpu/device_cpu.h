@@ -114,6 +114,8 @@ DEV Vec16 load16(const void* p) {
   return *static_cast<const Vec16*>(p);
 }
 DEV Vec16 load16_const(const void* p) { return load16(p); }
+template <class T>
+DEV T load_const(const T* p) { return *p; }
 DEV void store16(void* p, Vec16 v) {
   check_aligned(p);
   *static_cast<Vec16*>(p) = v;
@@ -191,6 +193,10 @@ DEV u64 clock_ns() {
 DEV void spin_hint() { simt::spin(); }
 
 // ---- arithmetic that is never contracted (the build says -ffp-contract=off)
+template <class T>
+DEV T min(T x, T y) { return y < x ? y : x; }
+template <class T>
+DEV T max(T x, T y) { return x < y ? y : x; }
 DEV f32 fma_rn(f32 x, f32 y, f32 z) { return __builtin_fmaf(x, y, z); }
 DEV f32 add_rn(f32 x, f32 y) { return x + y; }
 DEV f32 mul_rn(f32 x, f32 y) { return x * y; }

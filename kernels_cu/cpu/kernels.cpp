@@ -6,6 +6,9 @@
 #if __has_include("../protocol.cuh")
 #include "../protocol.cuh"
 #endif
+#if __has_include("../rows.cuh")
+#include "../rows.cuh"
+#endif
 
 #if __has_include("../plan.cu")
 namespace plan_cu {
