@@ -39,17 +39,17 @@ DEV u32* credit_of(const CombineArgs& a, i32 at, i32 home, i32 half) {
 
 template <int DTYPE>
 DEV void add_vector(f32* total, Vec16 v) {
-  f32 element[VEC_ELEMENTS<DTYPE>];
+  f32 element[vector_width<DTYPE>()];
   unpack<DTYPE>(v, element);
 #pragma unroll
-  for (i32 i = 0; i < VEC_ELEMENTS<DTYPE>; i++) total[i] += element[i];
+  for (i32 i = 0; i < vector_width<DTYPE>(); i++) total[i] += element[i];
 }
 
 // Sums, for COLUMNS vectors of 16 bytes a lane from vector `first` on, the n rows whose numbers the lanes 0.. hold, in that order,
 // and rounds each sum once. ROWS loads a column are in flight at a time.
 template <int DTYPE, int ROWS, int COLUMNS>
 DEV void sum_rows(const CombineArgs& a, i32 row, i32 n, i32 first, Vec16* sum) {
-  constexpr i32 WIDTH = VEC_ELEMENTS<DTYPE>;
+  constexpr i32 WIDTH = vector_width<DTYPE>();
   const i32 row_bytes = SHAPE(row_bytes), vectors = row_bytes / 16;
   f32 total[COLUMNS][WIDTH];
 #pragma unroll
@@ -151,7 +151,7 @@ DEV void produce(const CombineArgs& a, u32 epoch) {
 // pushed. Lane i holds the i-th such peer; `below` of them have a lower rank than this one. PARTIALS loads a column are in flight.
 template <int DTYPE, int ROWS, int COLUMNS, int PARTIALS>
 DEV void add_partials(const CombineArgs& a, i32 token, i32 row, i32 n, i32 peer, i32 remote, i32 below) {
-  constexpr i32 WIDTH = VEC_ELEMENTS<DTYPE>;
+  constexpr i32 WIDTH = vector_width<DTYPE>();
   const i32 row_bytes = SHAPE(row_bytes), vectors = row_bytes / 16, lane = lane_index();
   u8* out = a.out + (i64)token * row_bytes;
 #pragma unroll 1

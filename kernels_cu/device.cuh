@@ -11,6 +11,7 @@
 #else
 
 #define DEV __device__ __forceinline__
+#define DEV_COLD static __device__ __noinline__  // kept out of the hot code
 #ifndef BLOCK_THREADS
 #define BLOCK_THREADS 1024
 #endif
@@ -91,10 +92,6 @@ DEV void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::
 DEV void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }                           // between two addresses of one page
 
 // ---- global memory
-// One word; data of earlier kernels only.
-DEV i32 load_const(const i32* p) { return __ldg(p); }
-DEV u32 load_const(const u32* p) { return __ldg(p); }
-DEV f32 load_const(const f32* p) { return __ldg(p); }
 // Data that may have arrived during this kernel.
 DEV Vec16 load16(const void* p) { Vec16 v; asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
 // Data of earlier kernels only.

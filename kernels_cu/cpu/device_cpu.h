@@ -6,6 +6,7 @@
 #include "simt.h"
 
 #define DEV [[maybe_unused]] static inline
+#define DEV_COLD [[maybe_unused]] __attribute__((noinline)) static
 #define SHAPE(field) (a.field)
 #define SHAPE_MAX(field) MAX_##field
 
@@ -103,9 +104,6 @@ DEV void fence_async_shared() {}
 DEV void fence_alias() {}
 
 // ---- memory
-DEV i32 load_const(const i32* p) { return *p; }
-DEV u32 load_const(const u32* p) { return *p; }
-DEV f32 load_const(const f32* p) { return *p; }
 DEV void check_aligned(const void* p) {
   if ((reinterpret_cast<uintptr_t>(p) & 15) != 0) simt::fail("16-byte access at %p, which is not a multiple of 16", p);
 }
