@@ -1,5 +1,6 @@
 """Streams: which one a call runs on, the order of calls across streams, and events of finished calls."""
 
+import contextlib
 import threading
 
 
@@ -14,6 +15,15 @@ class CallOrder:
 
     def leave(self, device, handle):
         pass
+
+    @contextlib.contextmanager
+    def call(self, device, handle):
+        with self.lock:
+            yield
+
+
+def resolve(device, stream):
+    return device.handle(device.current_stream() if stream is None else stream)
 
 
 def order_of(device):
