@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import _fibers
+from . import _fibers, _memfd
 
 _ALIGNMENT = 128
 
@@ -42,25 +42,16 @@ class CpuDevice:
     xp = np
     num_sms = 4
     max_shared = 227 * 1024
+    allocator = _memfd.allocator  # of memory that other ranks can map
 
     def __init__(self):
         self._stream = NullStream()
-        self._allocator = None
 
     def __str__(self):
         return "cpu"
 
     def __repr__(self):
         return "CpuDevice()"
-
-    @property
-    def allocator(self):
-        """Provider of memory that other ranks can map (memfd)."""
-        if self._allocator is None:
-            from ._memfd import MemfdAllocator
-
-            self._allocator = MemfdAllocator()
-        return self._allocator
 
     def launcher(self, name, args, *, grid, block, shared=0, shape=None):
         """A callable(stream_handle) that runs kernel `name` with the content that `args` has at the call.
