@@ -54,6 +54,8 @@ DEV u32 warp_ballot(bool mine) { return __ballot_sync(~0u, mine); }
 DEV bool warp_any(bool mine) { return __any_sync(~0u, mine) != 0; }
 DEV bool warp_all(bool mine) { return __all_sync(~0u, mine) != 0; }
 DEV u32 warp_match_any(u32 value) { return __match_any_sync(~0u, value); }
+DEV i32 warp_max(i32 value) { return __reduce_max_sync(~0u, value); }
+DEV i32 warp_min(i32 value) { return __reduce_min_sync(~0u, value); }
 
 DEV i32 popc(u32 x) { return __popc(x); }
 DEV i32 ffs(u32 x) { return __ffs((i32)x); }  // 1-based, 0: no bit is set

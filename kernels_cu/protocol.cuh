@@ -41,9 +41,9 @@ DEV_COLD void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wan
 }
 
 // Waits until ready(seen) is true. False: the timeout passed, or this rank or a peer had given up; then leave without
-// touching anything that depends on what did not come.
+// touching anything that depends on what did not come. Where ready() looks at several ranks, it may keep `peer` at a late one.
 template <class Ready>
-DEV bool wait_for(const World& w, Ready ready, u32 wanted, i32 operation, i32 peer) {
+DEV bool wait_for(const World& w, Ready ready, u32 wanted, i32 operation, const i32& peer) {
   u32 seen = 0;
   if (ready(seen)) return true;
   u64 start = clock_ns();

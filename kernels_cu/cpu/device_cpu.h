@@ -62,6 +62,12 @@ DEV u32 warp_match_any(u32 value) {
   for (i32 lane = 0; lane < WARP; lane++) mask |= u32(slot[lane] == value) << lane;
   return mask;
 }
+DEV i32 warp_max(i32 value) {
+  const u64* slot = simt::self->warp->slot[simt::collect(simt::COLLECTIVE_MAX, u64(u32(value)), false)];
+  for (i32 lane = 0; lane < WARP; lane++) value = i32(slot[lane]) > value ? i32(slot[lane]) : value;
+  return value;
+}
+DEV i32 warp_min(i32 value) { return ~warp_max(~value); }
 
 DEV i32 popc(u32 x) { return __builtin_popcount(x); }
 DEV i32 ffs(u32 x) { return __builtin_ffs(i32(x)); }

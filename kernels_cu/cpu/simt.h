@@ -279,7 +279,7 @@ inline void sync_named(i32 id, i32 threads) {
   arrive(barrier, barrier.expected, Wait::named, u32(id));
 }
 
-enum Collective : u32 { COLLECTIVE_SYNC, COLLECTIVE_SHUFFLE, COLLECTIVE_VOTE, COLLECTIVE_MATCH, COLLECTIVE_LINE };
+enum Collective : u32 { COLLECTIVE_SYNC, COLLECTIVE_SHUFFLE, COLLECTIVE_VOTE, COLLECTIVE_MATCH, COLLECTIVE_MAX, COLLECTIVE_LINE };
 
 // All lanes give a value and a bit; returns the generation's slots and mask.
 inline u32 collect(Collective kind, u64 value, bool bit) {
@@ -416,7 +416,7 @@ inline void fiber_main() {
 inline void Machine::deadlock() {
   char text[256];
   std::string message = std::string("kernel ") + name + ": deadlock, no thread can run any more";
-  static const char* const collectives[] = {"warp_sync", "a warp shuffle", "a warp vote", "warp_match_any", "line_store"};
+  static const char* const collectives[] = {"warp_sync", "a warp shuffle", "a warp vote", "warp_match_any", "warp_max", "line_store"};
   for (Block& block : blocks) {
     // One line for threads that wait for the same thing.
     struct Group { Wait wait; u32 detail, warp, first, count; };
