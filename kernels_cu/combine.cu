@@ -45,52 +45,97 @@ DEV void add_vector(f32* total, Vec16 v) {
   for (i32 i = 0; i < vector_width<DTYPE>(); i++) total[i] += element[i];
 }
 
-// Sums, for COLUMNS vectors of 16 bytes a lane from vector `first` on, the n rows whose numbers the lanes 0.. hold, in that order,
-// and rounds each sum once. ROWS loads a column are in flight at a time.
-template <int DTYPE, int ROWS, int COLUMNS>
-DEV void sum_rows(const CombineArgs& a, i32 row, i32 n, i32 first, Vec16* sum) {
-  constexpr i32 WIDTH = vector_width<DTYPE>();
-  const i32 row_bytes = SHAPE(row_bytes), vectors = row_bytes / 16;
-  f32 total[COLUMNS][WIDTH];
+template <int COLUMNS, int ROWS>
+DEV void load_rows(Vec16 (&v)[ROWS][COLUMNS], const u8* x, i32 row, i32 done, i32 n, i32 first, i32 vectors, bool whole) {
 #pragma unroll
-  for (i32 c = 0; c < COLUMNS; c++)
+  for (i32 r = 0; r < ROWS; r++) {
+    const u8* source = x + (i64)warp_shfl(row, min(done + r, WARP - 1)) * vectors * 16;
 #pragma unroll
-    for (i32 i = 0; i < WIDTH; i++) total[c][i] = 0.f;
-#pragma unroll 1
-  for (i32 done = 0; done < n; done += ROWS) {
-    Vec16 v[ROWS][COLUMNS];
-#pragma unroll
-    for (i32 r = 0; r < ROWS; r++) {
-      const u8* source = a.x + (i64)warp_shfl(row, min(done + r, WARP - 1)) * row_bytes;
-#pragma unroll
-      for (i32 c = 0; c < COLUMNS; c++) {
-        const i32 i = first + c * WARP + lane_index();
-        if (done + r < n && i < vectors) v[r][c] = load16_const(source + (i64)i * 16);
-      }
-    }
-#pragma unroll
-    for (i32 r = 0; r < ROWS; r++)
-#pragma unroll
-      for (i32 c = 0; c < COLUMNS; c++)
-        if (done + r < n && first + c * WARP + lane_index() < vectors) add_vector<DTYPE>(total[c], v[r][c]);
+    for (i32 c = 0; c < COLUMNS; c++)
+      if (done + r < n && (whole || first + c * WARP < vectors)) v[r][c] = load16_const(source + (i64)(first + c * WARP) * 16);
   }
-#pragma unroll
-  for (i32 c = 0; c < COLUMNS; c++) sum[c] = pack<DTYPE>(total[c]);
 }
 
-template <int DTYPE, int ROWS, int COLUMNS>
-DEV void push_sum(const CombineArgs& a, i32 row, i32 n, u8* target) {
-  const i32 vectors = SHAPE(row_bytes) / 16;
+template <int COLUMNS, int PARTIALS>
+DEV void load_partials(Vec16 (&v)[PARTIALS][COLUMNS], const u8* pushed, i32 done, i32 remote, i32 first, i32 vectors, bool whole) {
+#pragma unroll
+  for (i32 p = 0; p < PARTIALS; p++) {
+    const u8* source = (const u8*)warp_shfl((u64)pushed, min(done + p, WARP - 1));
+#pragma unroll
+    for (i32 c = 0; c < COLUMNS; c++)
+      if (done + p < remote && (whole || first + c * WARP < vectors)) v[p][c] = load16(source + (i64)(first + c * WARP) * 16);
+  }
+}
+
+// Adds a round of partial sums, with the own one before number `below` (-1: there is none, or it comes behind them all).
+template <int DTYPE, int COLUMNS, int PARTIALS>
+DEV void add_partials(f32* total, const Vec16 (&v)[PARTIALS][COLUMNS], i32 c, i32 done, i32 remote, Vec16 mine, i32 below) {
+#pragma unroll
+  for (i32 p = 0; p < PARTIALS; p++) {
+    if (done + p >= remote) continue;
+    if (done + p == below) add_vector<DTYPE>(total, mine);
+    add_vector<DTYPE>(total, v[p][c]);
+  }
+}
+
+// One token's sum, stored to `target`: own rows in the order of the lanes that hold their numbers (lanes 0..n-1), rounded once; then the
+// partial sums that `remote` peers pushed, whose addresses lanes 0..remote-1 hold in ascending rank, with the own one after the
+// first `below` of them; rounded once more. A producer has no partial sums: rounding twice is rounding once.
+//
+// COLUMNS vectors of 16 bytes a lane are worked on at a time, with ROWS rows and PARTIALS partial sums of each in flight. More rows
+// or partial sums than that take further rounds, for which there are registers only with one column.
+template <int DTYPE, int ROWS, int COLUMNS, int PARTIALS>
+DEV void sum_columns(const u8* x, u8* target, i32 vectors, i32 row, i32 n, const u8* pushed, i32 remote, i32 below) {
+  constexpr i32 WIDTH = vector_width<DTYPE>();
+  const bool whole = vectors % (WARP * COLUMNS) == 0;
 #pragma unroll 1
-  for (i32 first = 0; first < vectors; first += WARP * COLUMNS) {
-    Vec16 sum[COLUMNS];
-    sum_rows<DTYPE, ROWS, COLUMNS>(a, row, n, first, sum);
+  for (i32 start = 0; start < vectors; start += WARP * COLUMNS) {
+    const i32 first = start + lane_index();
+    Vec16 own[ROWS][COLUMNS], partial[PARTIALS][COLUMNS];
+    load_partials<COLUMNS, PARTIALS>(partial, pushed, 0, remote, first, vectors, whole);
+    load_rows<COLUMNS, ROWS>(own, x, row, 0, n, first, vectors, whole);
 #pragma unroll
     for (i32 c = 0; c < COLUMNS; c++) {
-      const i32 i = first + c * WARP + lane_index();
-      if (i < vectors) store16(target + (i64)i * 16, sum[c]);
+      f32 sum[WIDTH] = {}, total[WIDTH] = {};
+#pragma unroll
+      for (i32 r = 0; r < ROWS; r++)
+        if (r < n) add_vector<DTYPE>(sum, own[r][c]);
+      if constexpr (COLUMNS == 1) {
+#pragma unroll 1
+        for (i32 done = ROWS; done < n; done += ROWS) {
+          load_rows<COLUMNS, ROWS>(own, x, row, done, n, first, vectors, whole);
+#pragma unroll
+          for (i32 r = 0; r < ROWS; r++)
+            if (done + r < n) add_vector<DTYPE>(sum, own[r][0]);
+        }
+      }
+      const Vec16 mine = pack<DTYPE>(sum);
+      const i32 before = n > 0 ? below : -1;
+      add_partials<DTYPE, COLUMNS, PARTIALS>(total, partial, c, 0, remote, mine, before);
+      if constexpr (COLUMNS == 1) {
+#pragma unroll 1
+        for (i32 done = PARTIALS; done < remote; done += PARTIALS) {
+          load_partials<COLUMNS, PARTIALS>(partial, pushed, done, remote, first, vectors, whole);
+          add_partials<DTYPE, COLUMNS, PARTIALS>(total, partial, 0, done, remote, mine, before);
+        }
+      }
+      if (n > 0 && below == remote) add_vector<DTYPE>(total, mine);
+      const i32 i = first + c * WARP;
+      if (whole || i < vectors) store16(target + (i64)i * 16, pack<DTYPE>(total));
     }
   }
+}
+
+// Not inlined: both roles share one copy of the hot code, which must stay small for the instruction cache.
+template <int DTYPE>
+DEV_CALL void sum_token(const CombineArgs& a, u8* target, i32 row, i32 n, const u8* pushed, i32 remote, i32 below) {
+  const i32 vectors = SHAPE(row_bytes) / 16;
+  if (SHAPE(ranks) > 2 && remote > 1)
+    sum_columns<DTYPE, 4, 1, 4>(a.x, target, vectors, row, n, pushed, remote, below);
+  else if (n > 4)
+    sum_columns<DTYPE, 8, 1, 1>(a.x, target, vectors, row, n, pushed, remote, below);
+  else
+    sum_columns<DTYPE, 4, 2, 1>(a.x, target, vectors, row, n, pushed, remote, below);
 }
 
 // A row number that lies behind the caller's rows is not read: it is counted, and check() raises.
@@ -137,57 +182,9 @@ DEV void produce(const CombineArgs& a, u32 epoch) {
     if (a.row_weights && lane < topk && row >= 0)
       ring_weights_slot(a, home, me, token)[lane] = load_const(a.row_weights + row);
     const i32 n = pack_to_front(row);
-    u8* target = ring_slot(a, home, me, token);
-    if (n <= 4)
-      push_sum<DTYPE, 4, 2>(a, row, n, target);
-    else
-      push_sum<DTYPE, 8, 1>(a, row, n, target);
+    sum_token<DTYPE>(a, ring_slot(a, home, me, token), row, n, nullptr, 0, 0);
     warp_sync();
     if (lane == 0) st_release(flag_of(a, home, me, token), epoch);
-  }
-}
-
-// Adds, in ascending rank order, the partial sums of a token: the own one (`n` own rows, summed here) and those that `remote` peers
-// pushed. Lane i holds the i-th such peer; `below` of them have a lower rank than this one. PARTIALS loads a column are in flight.
-template <int DTYPE, int ROWS, int COLUMNS, int PARTIALS>
-DEV void add_partials(const CombineArgs& a, i32 token, i32 row, i32 n, i32 peer, i32 remote, i32 below) {
-  constexpr i32 WIDTH = vector_width<DTYPE>();
-  const i32 row_bytes = SHAPE(row_bytes), vectors = row_bytes / 16, lane = lane_index();
-  u8* out = a.out + (i64)token * row_bytes;
-#pragma unroll 1
-  for (i32 first = 0; first < vectors; first += WARP * COLUMNS) {
-    Vec16 own[COLUMNS], partial[PARTIALS][COLUMNS];
-    f32 total[COLUMNS][WIDTH];
-#pragma unroll
-    for (i32 c = 0; c < COLUMNS; c++)
-#pragma unroll
-      for (i32 i = 0; i < WIDTH; i++) total[c][i] = 0.f;
-#pragma unroll 1
-    for (i32 done = 0; done <= remote; done += PARTIALS) {
-#pragma unroll
-      for (i32 p = 0; p < PARTIALS; p++) {
-        const u8* source = ring_slot(a, a.world.rank, warp_shfl(peer, min(done + p, WARP - 1)), token);
-#pragma unroll
-        for (i32 c = 0; c < COLUMNS; c++) {
-          const i32 i = first + c * WARP + lane;
-          if (done + p < remote && i < vectors) partial[p][c] = load16(source + (i64)i * 16);
-        }
-      }
-      if (done == 0 && n > 0) sum_rows<DTYPE, ROWS, COLUMNS>(a, row, n, first, own);
-#pragma unroll
-      for (i32 p = 0; p < PARTIALS; p++)
-#pragma unroll
-        for (i32 c = 0; c < COLUMNS; c++) {
-          if (first + c * WARP + lane >= vectors) continue;
-          if (n > 0 && done + p == below) add_vector<DTYPE>(total[c], own[c]);
-          if (done + p < remote) add_vector<DTYPE>(total[c], partial[p][c]);
-        }
-    }
-#pragma unroll
-    for (i32 c = 0; c < COLUMNS; c++) {
-      const i32 i = first + c * WARP + lane;
-      if (i < vectors) store16(out + (i64)i * 16, pack<DTYPE>(total[c]));
-    }
   }
 }
 
@@ -245,12 +242,7 @@ DEV void consume(const CombineArgs& a, u32 epoch) {
     const bool arrived =
         lane >= remote || wait_until(a.world, flag_of(a, me, peer, token), epoch, OP_COMBINE, peer);
     if (!warp_all(arrived)) return;
-    if (SHAPE(ranks) == 2 && n <= 4)
-      add_partials<DTYPE, 4, 2, 1>(a, token, row, n, peer, remote, below);
-    else if (SHAPE(ranks) == 2)
-      add_partials<DTYPE, 8, 1, 1>(a, token, row, n, peer, remote, below);
-    else
-      add_partials<DTYPE, 4, 1, 4>(a, token, row, n, peer, remote, below);
+    sum_token<DTYPE>(a, a.out + (i64)token * SHAPE(row_bytes), row, n, ring_slot(a, me, peer, token), remote, below);
     if (a.row_weights) gather_weights(a, token, e, mates);
     give_credit(a, token, epoch);
   }

@@ -11,7 +11,7 @@
 #else
 
 #define DEV __device__ __forceinline__
-#define DEV_COLD static __device__ __noinline__  // kept out of the hot code
+#define DEV_CALL static __device__ __noinline__  // a call, not inlined: cold code, or hot code that several callers share
 #ifndef BLOCK_THREADS
 #define BLOCK_THREADS 1024
 #endif

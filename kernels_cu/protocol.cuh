@@ -19,7 +19,7 @@ DEV bool aborted(const World& w) { return ld_relaxed(control_words(w, w.rank) + 
 
 // Ends every wait of this rank: the first wait to expire, or the first to see that a peer gave up, says what it missed; if it was
 // not a peer's doing, the peers are told.
-DEV_COLD void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wanted) {
+DEV_CALL void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wanted) {
   const u32 before = atomic_exch_gpu(control_words(w, w.rank) + CONTROL_ABORTED, ABORTED_HERE);
   ErrorRecord* record = w.error;
   if (before == ABORTED_HERE || ld_acquire(&record->state) != 0) return;

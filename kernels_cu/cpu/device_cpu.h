@@ -6,7 +6,7 @@
 #include "simt.h"
 
 #define DEV [[maybe_unused]] static inline
-#define DEV_COLD [[maybe_unused]] __attribute__((noinline)) static
+#define DEV_CALL [[maybe_unused]] __attribute__((noinline)) static
 #define SHAPE(field) (a.field)
 #define SHAPE_MAX(field) MAX_##field
 
