@@ -43,7 +43,10 @@ cdef class Allocation:
 
     def export(self):
         """A new file descriptor of the pages; the caller closes it."""
-        return os.dup(self.fd)
+        try:
+            return os.dup(self.fd)
+        except OSError as error:
+            raise _failed("dup", error, f"descriptor {self.fd}") from None
 
 
 @cython.final

@@ -44,15 +44,16 @@ def share(group, nbytes, kind=None) -> list:
     kind = kind or handle_kind(group)
     allocator = group.device.allocator
     group.agree("shared memory", {"nbytes": nbytes})
-    own = opened = None
+    own = opened = mailbox = None
     with contextlib.ExitStack() as stack:
 
         def offer():
-            nonlocal own
+            nonlocal own, mailbox
             own = allocator.allocate(nbytes, kind)
             if kind == "fabric":
                 return own.export()
-            return stack.enter_context(Mailbox())
+            mailbox = stack.enter_context(Mailbox())
+            return mailbox.name
 
         def accept():
             nonlocal opened
@@ -60,7 +61,10 @@ def share(group, nbytes, kind=None) -> list:
             if kind == "fd":
                 descriptor = own.export()
                 stack.callback(os.close, descriptor)
-                handles = mailbox.exchange(group.rank, offers, descriptor, group.timeout)
+                # Half the time, so that a rank that waited in vain still meets the others at the end of the step.
+                handles = mailbox.exchange(group.rank, offers, descriptor, group.timeout / 2)
+                for handle in set(handles) - {None}:
+                    stack.callback(os.close, handle)
             opened = [
                 own if rank == group.rank else allocator.open(handle, nbytes, kind) for rank, handle in enumerate(handles)
             ]

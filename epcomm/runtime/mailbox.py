@@ -24,16 +24,16 @@ class Mailbox:
     """
 
     def __init__(self):
+        self._strangers = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._socket.setblocking(False)
             self.name = f"epcomm-{secrets.token_hex(16)}"
             self._socket.bind(_address(self.name))
-        except OSError:
+        except OSError as error:
             self._socket.close()
-            raise
-        self._strangers = 0
+            raise HandleError(f"opening a mailbox for descriptors: {error.strerror}") from None
 
     def exchange(self, rank, names, descriptor, timeout) -> list:
         """Sends `descriptor` to every other rank and waits for theirs.
