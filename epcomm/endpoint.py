@@ -160,8 +160,10 @@ class Endpoint:
         if symmetric is None:
             return
         self.device.synchronize(self._last_handle)
+        aborted = symmetric.array(self._areas["control"], (1,), np.uint32)
+        wait = wait and not self.device.to_host(aborted)[0]  # nobody will come any more
         self._close_views()
-        symmetric.close(wait=wait and not self._alarm[0])
+        symmetric.close(wait=wait)
 
     def _close_views(self):
         """Hook: drop arrays over the symmetric memory."""

@@ -217,17 +217,20 @@ DEV void gather_weights(const CombineArgs& a, i32 token, Entry e, u32 mates) {
   a.topk_weights[(i64)token * topk + lane] = weight;
 }
 
-// The last warp to finish a token of a half tells every peer that this half of its ring may be written again.
+// The last warp to finish a token of a half tells every peer that this half of its ring may be written again. A half also waits for the
+// one that lay there before: a peer that had no rows in this half may still have some of that one unread.
 DEV void give_credit(const CombineArgs& a, i32 token, u32 epoch) {
-  const i32 half_tokens = a.ring_tokens / 2, half = token / half_tokens;
-  if ((i64)(half + 2) * half_tokens >= a.num_tokens) return;  // nobody will ask for it
+  const i32 half_tokens = a.ring_tokens / 2;
   warp_sync();
-  bool last = false;
-  if (lane_index() == 0) last = atomic_inc_wrap_gpu(a.consumed + half, half_tokens - 1) == (u32)half_tokens - 1;
-  if (!warp_any(last)) return;
-  fence_sys();
-  for (i32 peer = lane_index(); peer < SHAPE(ranks); peer += WARP)
-    if (peer != a.world.rank) st_relaxed(credit_of(a, peer, a.world.rank, half), epoch);
+  for (i32 half = token / half_tokens; (i64)(half + 2) * half_tokens < a.num_tokens; half += 2) {  // nobody asks for later ones
+    const u32 others = half_tokens - 1 + (half >= 2);
+    bool last = false;
+    if (lane_index() == 0) last = atomic_inc_wrap_gpu(a.consumed + half, others) == others;
+    if (!warp_any(last)) return;
+    fence_sys();
+    for (i32 peer = lane_index(); peer < SHAPE(ranks); peer += WARP)
+      if (peer != a.world.rank) st_relaxed(credit_of(a, peer, a.world.rank, half), epoch);
+  }
 }
 
 template <int DTYPE>
