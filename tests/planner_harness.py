@@ -62,18 +62,26 @@ class Planners:
             own.launch = device.launcher("plan", own.args, grid=int(grid), block=threads, shared=shared)
             self.locals.append(own)
 
-    def plan(self, topk_idx, *, delays=None):
-        """One call on all ranks: topk_idx, a C-contiguous int32 or int64 array [s, topk] for each (None: that rank does not
-        come); delays: seconds that each rank comes late. Returns each rank's outputs, after any guards have been checked."""
+    def plan(self, calls, *, delays=None):
+        """Calls in a row on all ranks, which wait for each other only inside the kernel.
+
+        Args:
+            calls: for every call, each rank's [s, topk] int32 or int64 array; None: the rank does not come to it.
+            delays: for every rank, seconds that it comes late to every call.
+
+        Returns:
+            For every call, each rank's outputs. What the kernel left alone is GUARD.
+        """
         delays = delays or [0] * self.ranks
         waiting = [
-            self.pool.submit(self._run, own, ids, delay)
-            for own, ids, delay in zip(self.locals, topk_idx, delays, strict=True)
-            if ids is not None
+            self.pool.submit(lambda own, ids, delay: [self._run(own, each, delay) for each in ids], own, ids, delay)
+            for own, ids, delay in zip(self.locals, zip(*calls, strict=True), delays, strict=True)
         ]
-        return [each.result() for each in waiting]
+        return list(zip(*(each.result() for each in waiting), strict=True))
 
     def _run(self, own, ids, delay):
+        if ids is None:
+            return None
         time.sleep(delay)
         segments = 2 * self.experts // self.ranks
         sizes = dict(
