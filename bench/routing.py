@@ -1,7 +1,7 @@
 """Routings to measure with: skewed to a wanted MaxVio, perfectly even, one-hot, or a recorded trace.
 
-The skewed one is the field's usual generator: an expert's popularity is exp(N(0, sigma)), drawn once for all ranks,
-and every token draws `topk` different experts in proportion to it.
+The skewed one is the field's usual generator: an expert's popularity is exp(N(0, sigma)), drawn once for all
+ranks, and every token draws `topk` different experts in proportion to it.
 """
 
 import math
@@ -72,7 +72,7 @@ class Draws:
         return float(counts.max() * self.experts / (tokens * self.topk) - 1) if tokens else 0.0
 
     def expected_max_vio(self, sigma):
-        """Estimate for many tokens: an expert is drawn by the time at which `topk` of them are, on average."""
+        """Estimate for many tokens: whoever comes by the time at which `topk` have come, on average."""
         rate = 1 / self._handicap(sigma).astype(np.float64)
         _, time = _bisect(lambda t: (1 - np.exp(-rate * t)).sum(), self.topk, 1e-6, 1e40, 1e-6 * self.topk)
         return (1 - np.exp(-rate * time)).max() * self.experts / self.topk - 1
@@ -81,8 +81,8 @@ class Draws:
         """The sigma whose routing has the wanted MaxVio, to 2 % or 0.005, whichever is more.
 
         Returns:
-            Solution; `reached` is False where no sigma gets there: MaxVio is at most experts / topk - 1, and at least
-            what the chance of the draws makes of equally popular experts.
+            Solution; `reached` is False where no sigma gets there: MaxVio is at most experts / topk - 1, and
+            at least what the chance of the draws makes of equally popular experts.
         """
         tolerance = max(0.02 * wanted, 0.005)
         _, guess = _bisect(self.expected_max_vio, wanted, *SIGMAS, tolerance)
@@ -122,8 +122,8 @@ def one_hot(num_tokens, topk):
 
 
 def save_trace(path, topk_idx, topk_weights=None):
-    """Writes a recorded routing: `topk_idx` [ranks, tokens, topk] integers, `topk_weights` likewise float32 or None;
-    a .npz, or a .npy of the ids alone."""
+    """Writes a recorded routing: `topk_idx` [ranks, tokens, topk] integers, `topk_weights` likewise float32
+    or None; a .npz, or a .npy of the ids alone."""
     if str(path).endswith(".npy"):
         if topk_weights is not None:
             raise ValueError("a .npy holds topk_idx alone: save weights to a .npz")
@@ -134,7 +134,7 @@ def save_trace(path, topk_idx, topk_weights=None):
 
 
 def load_trace(path):
-    """Reads a recorded routing: (topk_idx [ranks, tokens, topk] int64, topk_weights float32 likewise or None).
+    """Reads a recorded routing: (topk_idx [ranks, tokens, topk] int64, topk_weights float32 or None).
 
     Raises:
         ValueError: the file holds no integer `topk_idx` with three axes, or weights of another shape.

@@ -1,4 +1,4 @@
-"""Sizes that follow from a plan's shapes: rows of a receive buffer, and what the planner kernel (plan.cu) needs."""
+"""Sizes that follow from a plan's shapes: rows of a receive buffer, and what the planner kernel needs."""
 
 MAX_SHARED = 200 * 1024  # bytes of shared memory that the planner's tables may take of a block
 MAX_WARPS = 16
@@ -18,12 +18,12 @@ def row_capacity(num_tokens, topk, experts, ranks, token_padding):
 
 
 def row_prefix(total_tokens, topk, experts, ranks, token_padding):
-    """Leading rows of a receive buffer that hold every plan of a step with `total_tokens` tokens over all ranks."""
+    """Leading rows of a receive buffer that hold any plan of a step with `total_tokens` tokens in all."""
     return row_capacity(-(-total_tokens * topk // ranks), 1, experts, ranks, token_padding)
 
 
 def grid_blocks(num_tokens, num_sms):
-    """Blocks of the planner: they wait for each other, so no more than `num_sms`; 32 tokens a block or more."""
+    """Blocks of the planner: they wait for each other, so no more than `num_sms`; 32 tokens each or more."""
     return max(1, min(num_sms, -(-num_tokens // 32)))
 
 
@@ -52,5 +52,5 @@ def packets_bytes(experts, ranks):
 
 
 def scratch_bytes(experts, blocks):
-    """Local memory, zeroed once: packets {count, epoch} of every block and expert, before and after the scan."""
+    """Local memory, zeroed once: packets {count, epoch} of every block and expert, twice."""
     return 2 * blocks * experts * 8

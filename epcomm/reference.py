@@ -1,10 +1,12 @@
 """Balanced expert parallelism in plain NumPy: the planner, dispatch and combine, for any number of ranks.
 
-This is the oracle of the tests: every rank's inputs go in, every rank's outputs come out, with the same tie-breaks,
-the same rounding and the same order of sums as the kernels. It is written to be read, not to be fast.
+This is the oracle of the tests: every rank's inputs go in, every rank's outputs come out, with the same
+tie-breaks, the same rounding and the same order of sums as the kernels. It is written to be read, not to be
+fast.
 
-Words: `R` ranks, `E` experts, `epn = E / R` home experts a rank, `K` top-k, `S` token capacity of a rank, `s <= S` its
-tokens in this step. Rank r has `2 * epn` segments: its home experts, then its `epn` prefetch slots.
+Words: `R` ranks, `E` experts, `epn = E / R` home experts a rank, `K` top-k, `S` token capacity of a rank,
+`s <= S` its tokens in this step. Rank r has `2 * epn` segments: its home experts, then its `epn` prefetch
+slots.
 """
 
 from dataclasses import dataclass
@@ -19,10 +21,12 @@ class RankPlan:
     """What one rank knows of a plan.
 
     Attributes:
-        dst: [s*K] int32, where every entry (token, k) of this rank goes: `rank * row_capacity + row`, -1 = nowhere.
+        dst: [s*K] int32, where every entry (token, k) of this rank goes: `rank * row_capacity + row`; -1:
+            nowhere.
         counts: [2*epn] int32, tokens in this rank's segments.
         cu_seqlens: [2*epn] int32, padded end of each segment; segments lie back to back from row 0.
-        rows: for every source rank, [s_source, K] int32: the rows here of each of its tokens, in ascending k, then -1.
+        rows: for every source rank, [s_source, K] int32: the rows here of each of its tokens, in ascending k,
+            then -1.
     """
 
     rank: int
@@ -69,7 +73,7 @@ def plan(topk_idx, num_experts, num_tokens, token_padding=128):
     """Balances one step.
 
     Args:
-        topk_idx: for every rank, [s, K] integers; -1 = no expert; other ids outside [0, num_experts) act as -1.
+        topk_idx: for every rank, [s, K] integers; -1 = no expert; ids outside [-1, num_experts) act as -1.
         num_experts: `E`, a multiple of the number of ranks.
         num_tokens: `S`, the capacity that `row_capacity` follows from.
         token_padding: rows that every segment is padded to.
@@ -126,11 +130,12 @@ def plan(topk_idx, num_experts, num_tokens, token_padding=128):
 
 
 def balance(tokens, ranks):
-    """Shares the tokens of every expert out, so that all ranks get equally many (the first `total % R` one more).
+    """Shares the tokens of every expert out, so that all ranks get equally many (the first `total % R`
+    one more).
 
-    Ranks first exchange amounts: the largest surplus fills the largest deficit completely, until no surplus is left,
-    so that a rank receives from one other at most. Then each giver meets its largest open amount from its largest
-    remaining expert until all are met. Ties go to the lower rank and the lower expert.
+    Ranks first exchange amounts: the largest surplus fills the largest deficit completely, until no surplus
+    is left, so that a rank receives from one other at most. Then each giver meets its largest open amount
+    from its largest remaining expert until all are met. Ties go to the lower rank and the lower expert.
 
     Args:
         tokens: [E] tokens of every expert over all ranks.
@@ -178,8 +183,9 @@ def _segments(alloc):
 
 
 def _destinations(ids, alloc, start, before, capacity):
-    """[s*K] int32 destinations of one rank's entries: entry number g of an expert, counted over earlier ranks and
-    then in token order, goes to the rank whose share of the expert, shares laid out in rank order, covers g."""
+    """[s*K] int32 destinations of one rank's entries: entry number g of an expert, counted over earlier ranks
+    and then in token order, goes to the rank whose share covers g, shares lying one after the other in rank
+    order."""
     ids = ids.reshape(-1)
     dst = np.full(len(ids), -1, np.int32)
     order = np.argsort(ids, kind="stable")
@@ -209,8 +215,8 @@ def dispatch(x, plan, topk_weights=None, *, fill=0):
         fill: what stands in the rows behind the last segment, which the operation leaves alone.
 
     Returns:
-        (rows, weights): for every rank [row_capacity, ...] with zeros in the pad rows; and [row_capacity] float32 with
-        zeros there, or None.
+        (rows, weights): for every rank [row_capacity, ...] with zeros in the pad rows; and [row_capacity]
+        float32 with zeros there, or None.
     """
     rows = _scatter([np.repeat(np.asarray(a), _topk(plan), axis=0) for a in x], plan, fill)
     if topk_weights is None:
@@ -238,9 +244,9 @@ def _scatter(entries, plan, fill):
 def combine(rows, plan, dtype, row_weights=None):
     """Sums every token's rows, unweighted.
 
-    A rank adds a token's rows there in ascending k in float32, from +0, and rounds the sum once to `dtype` (to nearest
-    even); the token's rank adds these partial sums in ascending rank in float32, from +0, and rounds once. A rank with
-    no row of the token adds nothing; a token without rows gives zeros.
+    A rank adds a token's rows there in ascending k in float32, from +0, and rounds the sum once to `dtype`
+    (to nearest even); the token's rank adds these partial sums in ascending rank in float32, from +0, and
+    rounds once. A rank with no row of the token adds nothing; a token without rows gives zeros.
 
     Args:
         rows: for every rank, [row_capacity, H] of `dtype`, or only its leading rows that hold all segments.
@@ -249,8 +255,8 @@ def combine(rows, plan, dtype, row_weights=None):
         row_weights: for every rank, [row_capacity] float32, or None.
 
     Returns:
-        (out, weights): for every rank [s, H] of `dtype`; and [s, K] float32, what `row_weights` holds where each entry
-        went (0 where the entry is -1), or None.
+        (out, weights): for every rank [s, H] of `dtype`; and [s, K] float32, what `row_weights` holds where
+        each entry went (0 where the entry is -1), or None.
     """
     dtype = np.dtype(dtype)
     out = []
@@ -277,7 +283,7 @@ def combine(rows, plan, dtype, row_weights=None):
 
 
 def max_vio(topk_idx, num_experts):
-    """Hottest expert's tokens over the mean, minus 1 (0 = balanced), over all ranks' [s, K] ids; 0 with no tokens."""
+    """Hottest expert's tokens over the mean, minus 1, over all ranks' [s, K] ids: 0 = balanced or empty."""
     ids = np.concatenate([np.asarray(a).reshape(-1) for a in topk_idx])
     counts = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
     return float(counts.max() / counts.mean() - 1) if counts.any() else 0.0

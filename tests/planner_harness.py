@@ -1,4 +1,4 @@
-"""Runs the planner kernel alone on CPU ranks: threads of this process, whose chunks are parts of one array."""
+"""Runs the planner kernel alone on CPU ranks: threads of this process, with all chunks in one array."""
 
 import ctypes
 import time
@@ -20,10 +20,25 @@ class Planners:
     Args:
         grids: blocks of every rank's launches, or one number for all.
         threads: of a block; None = what the layout gives for 128.
+        delays: for every rank, seconds that it comes late to every call.
     """
 
-    def __init__(self, ranks, num_tokens, topk, experts, *, token_padding=16, grids=2, threads=None, timeout=20.0):
+    def __init__(
+        self,
+        ranks,
+        num_tokens,
+        topk,
+        experts,
+        *,
+        token_padding=16,
+        grids=2,
+        threads=None,
+        timeout=20.0,
+        delays=None,
+    ):
         self.ranks, self.num_tokens, self.topk, self.experts = ranks, num_tokens, topk, experts
+        self.token_padding = token_padding
+        self.delays = delays or [0] * ranks
         self.device = device = CpuDevice()
         self.row_capacity = plan_layout.row_capacity(num_tokens, topk, experts, ranks, token_padding)
         packets = plan_layout.align_up(4 * (args.CONTROL_RAISED_BY + ranks * (1 + args.NUM_OPERATIONS)), 128)
@@ -62,20 +77,20 @@ class Planners:
             own.launch = device.launcher("plan", own.args, grid=int(grid), block=threads, shared=shared)
             self.locals.append(own)
 
-    def plan(self, calls, *, delays=None):
+    def plan(self, calls):
         """Calls in a row on all ranks, which wait for each other only inside the kernel.
 
         Args:
-            calls: for every call, each rank's [s, topk] int32 or int64 array; None: the rank does not come to it.
-            delays: for every rank, seconds that it comes late to every call.
+            calls: for every call, each rank's [s, topk] int32 or int64 array; None: the rank does not come.
 
         Returns:
             For every call, each rank's outputs. What the kernel left alone is GUARD.
         """
-        delays = delays or [0] * self.ranks
         waiting = [
-            self.pool.submit(lambda own, ids, delay: [self._run(own, each, delay) for each in ids], own, ids, delay)
-            for own, ids, delay in zip(self.locals, zip(*calls, strict=True), delays, strict=True)
+            self.pool.submit(
+                lambda own, ids, delay: [self._run(own, each, delay) for each in ids], own, ids, delay
+            )
+            for own, ids, delay in zip(self.locals, zip(*calls, strict=True), self.delays, strict=True)
         ]
         return list(zip(*(each.result() for each in waiting), strict=True))
 
@@ -85,7 +100,11 @@ class Planners:
         time.sleep(delay)
         segments = 2 * self.experts // self.ranks
         sizes = dict(
-            dst=ids.size, num_tokens_per_rank=self.ranks, counts=segments, cu_seqlens=segments, experts_to_copy=self.experts
+            dst=ids.size,
+            num_tokens_per_rank=self.ranks,
+            counts=segments,
+            cu_seqlens=segments,
+            experts_to_copy=self.experts,
         )
         out = {name: self.device.empty((size + 32,), np.int32) for name, size in sizes.items()}
         for name, array in out.items():

@@ -31,25 +31,31 @@ def routing(kind, num_tokens, topk, experts, ranks, rng):
     return np.full(shape, -1)
 
 
-def compare(got, ids, planners, token_padding, what=""):
-    want = reference.plan(ids, planners.experts, planners.num_tokens, token_padding)
+def compare(got, ids, planners, what=""):
+    want = reference.plan(ids, planners.experts, planners.num_tokens, planners.token_padding)
     for rank, mine in enumerate(got):
         for name in ("dst", "counts", "cu_seqlens"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(want.ranks[rank], name), f"{what}: {name} of {rank}")
-        np.testing.assert_array_equal(mine.experts_to_copy, want.experts_to_copy.reshape(-1), f"{what}: rank {rank}")
-        np.testing.assert_array_equal(mine.num_tokens_per_rank, want.num_tokens_per_rank, f"{what}: rank {rank}")
+            np.testing.assert_array_equal(
+                getattr(mine, name), getattr(want.ranks[rank], name), f"{what}: {name} of {rank}"
+            )
+        np.testing.assert_array_equal(
+            mine.experts_to_copy, want.experts_to_copy.reshape(-1), f"{what}: rank {rank}"
+        )
+        np.testing.assert_array_equal(
+            mine.num_tokens_per_rank, want.num_tokens_per_rank, f"{what}: rank {rank}"
+        )
 
 
-def run(ranks, num_tokens, topk, experts, *, kinds=KINDS, seed=0, dtype=np.int32, token_padding=16, even=False, delays=None, **how):
+def run(ranks, num_tokens, topk, experts, *, kinds=KINDS, seed=0, dtype=np.int32, even=False, **how):
     """Calls in a row, one for each kind of routing, each with other numbers of tokens."""
     rng = np.random.default_rng(seed)
-    with Planners(ranks, num_tokens, topk, experts, token_padding=token_padding, **how) as planners:
+    with Planners(ranks, num_tokens, topk, experts, **how) as planners:
         calls = []
         for kind in kinds:
             sizes = np.full(ranks, num_tokens) if even else rng.integers(0, num_tokens + 1, ranks)
             calls.append([routing(kind, s, topk, experts, ranks, rng).astype(dtype) for s in sizes])
-        for kind, ids, got in zip(kinds, calls, planners.plan(calls, delays=delays), strict=True):
-            compare(got, ids, planners, token_padding, kind)
+        for kind, ids, got in zip(kinds, calls, planners.plan(calls), strict=True):
+            compare(got, ids, planners, kind)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -67,9 +73,9 @@ def test_plan(ranks, dtype):
         (3, 20, 3, 3, dict(token_padding=1)),  # one expert a rank
         (2, 20, 2, 6144, dict(token_padding=1, kinds=["skewed"])),  # shared memory for a few warps only
         (2, 50, 2, 10, dict(grids=[1, 4])),  # ranks with grids of their own
-        (2, 600, 4, 10, dict(grids=300, threads=32, kinds=["uniform"])),  # more blocks than a warp scans at once
+        (2, 600, 4, 10, dict(grids=300, threads=32, kinds=["uniform"])),  # more blocks than one scan
         (36, 10, 3, 72, dict(grids=1, threads=32)),  # more ranks than lanes
-        (2, 8192, 8, 384, dict(grids=4, kinds=["skewed", "one rank's experts"], even=True, token_padding=128)),
+        (2, 8192, 8, 384, dict(grids=4, kinds=KINDS[1:4], even=True, token_padding=128)),
     ],
 )
 def test_shapes(ranks, num_tokens, topk, experts, how):
@@ -118,15 +124,18 @@ def test_epochs_may_wrap():
         rng = np.random.default_rng(0)
         calls = [[rng.integers(0, 8, (20, 2)).astype(np.int32) for _ in range(ranks)] for _ in range(6)]
         for ids, got in zip(calls, planners.plan(calls), strict=True):
-            compare(got, ids, planners, 16)
+            compare(got, ids, planners)
         assert [int(epoch) for own in planners.locals for epoch in own.epochs] == [3] * 4
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_bad_ids_are_counted_and_act_as_minus_one(dtype):
-    ids = [np.array([[0, 9], [8, -2]], dtype), np.array([[-1, 7], [np.iinfo(dtype).max, np.iinfo(dtype).min]], dtype)]
+    ids = [
+        np.array([[0, 9], [8, -2]], dtype),
+        np.array([[-1, 7], [np.iinfo(dtype).max, np.iinfo(dtype).min]], dtype),
+    ]
     with Planners(2, 4, 2, 8) as planners:
-        compare(planners.plan([ids])[0], ids, planners, 16)
+        compare(planners.plan([ids])[0], ids, planners)
         assert [own.bad_input.tolist() for own in planners.locals] == [[3, 0], [2, 0]]
 
 
@@ -135,9 +144,13 @@ def test_a_rank_that_does_not_come_ends_the_wait_and_the_planners():
     with Planners(3, 4, 2, 6, timeout=0.2) as planners:
         _, missed, after = planners.plan([ids, [ids[0], None, ids[2]], [ids[0], None, ids[2]]])
         for out in missed[::2] + after[::2]:
-            assert all((array == GUARD).all() for array in (out.dst, out.counts, out.cu_seqlens, out.experts_to_copy))
+            assert all(
+                (array == GUARD).all() for array in (out.dst, out.counts, out.cu_seqlens, out.experts_to_copy)
+            )
         errors = [planners.locals[rank].error for rank in (0, 2)]
-        assert all(error.state == 1 and error.operation == args.OP_PLAN and error.wanted == 2 for error in errors)
+        assert all(
+            error.state == 1 and error.operation == args.OP_PLAN and error.wanted == 2 for error in errors
+        )
         first = [error for error in errors if not error.peer_raised]
         assert first and all(error.peer == 1 and error.seen == 0 for error in first)
         assert all((own.epochs == 1).all() for own in planners.locals)

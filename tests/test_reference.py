@@ -1,4 +1,5 @@
-"""The oracle of the balanced operations against its own promises, hand-made examples and token-by-token loops."""
+"""The oracle of the balanced operations against its own promises, hand-made examples and token-by-token
+loops."""
 
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @st.composite
 def routings(draw, max_ranks=16, max_experts=1024, max_tokens=40):
-    """(topk_idx of all ranks, num_experts, capacity, token_padding): skewed, empty, one-hot, masked, with duplicates."""
+    """(topk_idx of all ranks, num_experts, capacity, token_padding): skewed, empty, one-hot, masked, with
+    duplicates."""
     ranks = draw(st.integers(1, max_ranks))
     experts = ranks * draw(st.integers(1, max(1, max_experts // ranks)))
     topk = draw(st.integers(1, 9))
@@ -68,7 +70,8 @@ def test_entries_of_an_expert_fill_its_shares_in_token_order(case):
 
 
 def test_ties_go_to_the_lower_rank_and_the_lower_expert():
-    # Ranks 0 and 1 have 4 too many, ranks 2 and 3 lack 4: 0 gives to 2, then 1 to 3; each gives its lower expert.
+    # Ranks 0 and 1 have 4 too many, ranks 2 and 3 lack 4: 0 gives to 2, then 1 to 3; each gives its lower
+    # expert.
     alloc = reference.balance([4, 4, 4, 4, 0, 0, 0, 0], 4)
     assert alloc[:4].tolist() == [[0, 0, 4, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 4, 0, 0]]
     assert not alloc[4:].any()
@@ -165,7 +168,8 @@ def test_dispatch_and_combine_equal_loops_over_tokens(case, dtype):
 
 
 def test_partials_are_rounded_before_they_are_added():
-    # In units of the last place of 1: 1 + 0.375 rounds to 1, and 0.25 more leaves it there; the sum at once would not.
+    # In units of the last place of 1: 1 + 0.375 rounds to 1, and 0.25 more leaves it there; the sum at once
+    # would not.
     ulp = 2.0**-7
     plan = reference.plan([np.array([[0, 0, 1, 1]]), np.zeros((0, 4), int)], 2, 1, 1)
     rows = [np.zeros((plan.row_capacity, 1), BF16) for _ in range(2)]
