@@ -135,3 +135,35 @@ struct CombineArgs {
   i32 ring_tokens;
   i32 produce_warps;
 };
+
+// Expert weights or gradients in mapped memory, one a projection: experts are `stride` bytes apart in all views.
+struct Pool {
+  u8* full;
+  u8* all_slots;
+  i64 stride;
+  i64 bytes;
+};
+
+#define MAX_POOLS 32
+
+// prefetch.cu: this step's copied experts into the own slots.
+struct PrefetchArgs {
+  struct World world;
+  const i32* experts_to_copy;
+  i32 experts;
+  i32 experts_per_rank;
+  i32 num_pools;
+  struct Pool pools[MAX_POOLS];
+};
+
+// reduce_grad.cu: gradients of copied experts to their homes.
+struct ReduceGradArgs {
+  struct World world;
+  const i32* experts_to_copy;
+  u32* epochs;
+  u32* blocks_done;
+  i64 left;
+  i32 experts_per_rank;
+  i32 num_pools;
+  struct Pool pools[MAX_POOLS];
+};
