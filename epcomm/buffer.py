@@ -1,24 +1,18 @@
-"""Buffer: balanced expert parallelism. plan, dispatch and combine (training and prefill)."""
+"""Buffer: balanced expert parallelism (training and prefill)."""
 
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from . import dtypes, layout, plan_layout
+from . import buffer_kernels, buffer_settings, dtypes, layout, plan_layout
 from .arrays import giver, take
 from .endpoint import Endpoint
 from .layout import Areas
 from .plan import Plan, PlanLayout
+from .pool import ExpertPool
 from .runtime import args
-from .stream import resolve as _resolve
 
-_ROW_DTYPES = {
-    dtypes.bfloat16: args.DTYPE_BF16,
-    dtypes.float16: args.DTYPE_F16,
-    dtypes.float32: args.DTYPE_F32,
-}
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _WEIGHT_DTYPES = (np.dtype(np.float32),)
 _ids = itertools.count()
@@ -75,7 +69,7 @@ class Buffer(Endpoint):
             dtype=str(dtype),
             token_padding=token_padding,
         )
-        group.agree("Buffer", settings, _problem(group, num_sms=num_sms, **settings))
+        group.agree("Buffer", settings, buffer_settings.problem(group, num_sms=num_sms, **settings))
         ranks, device = group.size, group.device
         self._id = next(_ids)
         self.dtype = dtypes.resolve(dtype)
@@ -100,102 +94,24 @@ class Buffer(Endpoint):
             combine_flags=ranks * num_tokens * 4,
             credits=halves * ranks * 4,
             packets=plan_layout.packets_bytes(num_experts, ranks),
+            left=ranks * 4,
         )
-        grids = {args.OP_PLAN: plan_grid, args.OP_DISPATCH: self.num_sms, args.OP_COMBINE: self.num_sms}
+        grids = dict.fromkeys((args.OP_DISPATCH, args.OP_COMBINE, args.OP_REDUCE_GRAD), self.num_sms)
+        grids[args.OP_PLAN] = plan_grid
         super().__init__(group, areas, grids)
         self._plan_layout = PlanLayout(ranks, num_tokens, num_topk, num_experts)
         self._rows_view = self._symmetric.array(areas["receive"], (self.row_capacity, hidden), self.dtype)
         self._weights_view = device.zeros((self.row_capacity,), np.float32)
         self._scratch = device.zeros((plan_layout.scratch_bytes(num_experts, plan_grid),), np.uint8)
-        self._consumed = device.zeros((halves,), np.uint32)
+        self._counters = device.zeros((halves + 1,), np.uint32)
         self._live_plan = None  # the plan of the last dispatch: its rows are the ones in the receive area
-        self._prepare_plan(plan_grid)
-        self._prepare_dispatch()
-        self._prepare_combine()
+        self._plan_kernel = buffer_kernels.plan(self, plan_grid, self._scratch)
+        self._dispatch_kernel = buffer_kernels.dispatch(self)
+        self._combine_kernel = buffer_kernels.combine(self, self._counters[:halves])
+        self._prefetch_kernel = buffer_kernels.prefetch(self)
+        self._reduce_grad_kernel = buffer_kernels.reduce_grad(self, self._counters[halves:])
         device.synchronize(device.handle(device.current_stream()))
         group.barrier()
-
-    # -- kernels: the fields that never change, and the launchers ------------------------------------------------------------
-
-    def _prepare_plan(self, grid):
-        device, experts, ranks = self.device, self.num_experts, self.group.size
-        threads = plan_layout.block_threads(experts, ranks, min(device.max_threads, 32 * plan_layout.MAX_WARPS))
-        self._plan_args = args.PlanArgs(
-            world=self._world,
-            epochs=device.pointer(self._epochs[args.OP_PLAN]),
-            packets=self._areas["packets"],
-            scratch=device.pointer(self._scratch),
-            topk=self.num_topk,
-            experts=experts,
-            row_capacity=self.row_capacity,
-            token_padding=self.token_padding,
-        )
-        self._launch_plan = device.launcher(
-            "plan",
-            self._plan_args,
-            grid=grid,
-            block=threads,
-            shared=plan_layout.shared_bytes(experts, ranks, threads),
-            shape=dict(topk=self.num_topk),
-        )
-
-    def _prepare_dispatch(self):
-        device, areas = self.device, self._areas
-        stage = layout.align(self.row_bytes, 128)
-        send_warps, threads = _dispatch_warps(self.num_sms, device.max_threads // 32, device.max_shared // (stage + 8))
-        self._dispatch_args = args.DispatchArgs(
-            world=self._world,
-            epochs=device.pointer(self._epochs[args.OP_DISPATCH]),
-            receive=areas["receive"],
-            records=areas["records"],
-            flags=areas["dispatch_flags"],
-            capacity=self.num_tokens,
-            row_capacity=self.row_capacity,
-            row_bytes=self.row_bytes,
-            topk=self.num_topk,
-            segments=2 * self.experts_per_rank,
-            token_padding=self.token_padding,
-            ranks=self.group.size,
-            send_warps=send_warps,
-        )
-        self._launch_dispatch = device.launcher(
-            "dispatch",
-            self._dispatch_args,
-            grid=self.num_sms,
-            block=threads,
-            shared=layout.align(send_warps * 8, 128) + send_warps * stage,
-            shape=dict(topk=self.num_topk, row_bytes=self.row_bytes, ranks=self.group.size),
-        )
-
-    def _prepare_combine(self):
-        device, areas = self.device, self._areas
-        produce_warps, threads = _combine_warps(self.num_sms, device.max_threads // 32)
-        self._combine_args = args.CombineArgs(
-            world=self._world,
-            epochs=device.pointer(self._epochs[args.OP_COMBINE]),
-            consumed=device.pointer(self._consumed),
-            ring=areas["ring"],
-            ring_weights=areas["ring_weights"],
-            flags=areas["combine_flags"],
-            credits=areas["credits"],
-            capacity=self.num_tokens,
-            row_capacity=self.row_capacity,
-            row_bytes=self.row_bytes,
-            topk=self.num_topk,
-            ranks=self.group.size,
-            dtype=_ROW_DTYPES[self.dtype],
-            ring_tokens=self.ring_tokens,
-            produce_warps=produce_warps,
-        )
-        self._launch_combine = device.launcher(
-            "combine",
-            self._combine_args,
-            grid=self.num_sms,
-            block=threads,
-            shape=dict(
-                topk=self.num_topk, row_bytes=self.row_bytes, ranks=self.group.size, dtype=_ROW_DTYPES[self.dtype]
-            ),
-        )
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -210,10 +126,9 @@ class Buffer(Endpoint):
         Returns:
             The Plan. It may be used for any number of dispatches and combines.
         """
-        self._require_usable()
-        handle = _resolve(self.device, stream)
-        topk_idx = self._take_topk(topk_idx, handle)
-        with self.group.order.call(self.device, handle):
+        caller, handle = self._streams(stream, False)
+        topk_idx = self._take_topk(topk_idx, caller)
+        with self._call(caller, handle):
             return self._plan(topk_idx, handle)
 
     def dispatch(
@@ -227,6 +142,7 @@ class Buffer(Endpoint):
         out=None,
         zero_copy=False,
         zero_copy_weights=False,
+        async_finish=False,
         stream=None,
     ) -> Dispatched:
         """Sends every token's row to the ranks that hold its experts, grouped by expert there. Collective.
@@ -241,46 +157,46 @@ class Buffer(Endpoint):
             out: [rows or more, hidden] array to write the received rows into; its first rows are returned.
             zero_copy: return a view of the buffer's receive area; the next dispatch overwrites it.
             zero_copy_weights: likewise for the received weights.
-            stream: stream to work on; None = the current one.
+            async_finish: work on the communication stream, after what is on `stream` by now; results may be used after `event.wait()`.
+            stream: the caller's stream; None = the current one.
 
         Raises:
             ValueError, TypeError: bad input; nothing has been sent and no peer is held up if the call is made again in time.
             PeerTimeoutError: an earlier call's peer did not come.
         """
-        self._require_usable()
         device = self.device
-        handle = _resolve(device, stream)
+        caller, handle = self._streams(stream, async_finish)
         if (topk_idx is None) == (plan is None):
             raise ValueError("dispatch: expected exactly one of topk_idx and plan")
         if plan is None:
-            indices = self._take_topk(topk_idx, handle)
+            indices = self._take_topk(topk_idx, caller)
             num_tokens = indices.shape[0]
         else:
             self._check_plan(plan)
             num_tokens = plan.num_tokens
         give = giver(x)
-        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=handle)
+        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=caller)
         num_rows = self._step_rows(total_tokens)
         if topk_weights is not None:
             topk_weights = take(
-                device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=(num_tokens, self.num_topk), stream=handle
+                device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=(num_tokens, self.num_topk), stream=caller
             )
         if out is not None:
             if zero_copy:
                 raise ValueError("dispatch: out and zero_copy exclude each other")
             target = take(
-                device, out, "out", dtypes=(self.dtype,), shape=(None, self.hidden), stream=handle, writable=True
+                device, out, "out", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller, writable=True
             )
             if target.shape[0] < num_rows:
                 raise ValueError(f"out: expected at least {num_rows} rows, got {target.shape[0]}")
             target = target[:num_rows]
-        with self.group.order.call(device, handle):
+        with self._call(caller, handle):
             if plan is None:
                 plan = self._plan(indices, handle)
             weights = None
             if topk_weights is not None:
                 weights = self._weights_view if zero_copy_weights else device.empty((self.row_capacity,), np.float32)
-            a = self._dispatch_args
+            a = self._dispatch_kernel.args
             a.x = device.pointer(rows)
             a.topk_weights = None if weights is None else device.pointer(topk_weights)
             a.row_weights = None if weights is None else device.pointer(weights)
@@ -290,7 +206,7 @@ class Buffer(Endpoint):
             a.cu_seqlens = plan._pointer("cu_seqlens")
             a.rows = plan._pointer("rows")
             a.num_tokens = num_tokens
-            self._launch(self._launch_dispatch, handle)
+            self._launch(self._dispatch_kernel, handle)
             plan.dispatched = True
             self._live_plan = plan
             received = self._rows_view[:num_rows]
@@ -299,13 +215,23 @@ class Buffer(Endpoint):
                     target = device.empty(received.shape, self.dtype)
                 device.copy(target, received, handle)
                 received = target
+            event = self._event(handle, rows, topk_weights, received, weights, plan) if async_finish else None
         weights = None if weights is None else weights[:num_rows]
         if give is not None:
             received, weights = give(received), give(weights)
-        return Dispatched(received if out is None else out[:num_rows], weights, plan.cu_seqlens, plan, None)
+        return Dispatched(received if out is None else out[:num_rows], weights, plan.cu_seqlens, plan, event)
 
     def combine(
-        self, x, plan, *, row_weights=None, out=None, zero_copy=False, zero_copy_weights=False, stream=None
+        self,
+        x,
+        plan,
+        *,
+        row_weights=None,
+        out=None,
+        zero_copy=False,
+        zero_copy_weights=False,
+        async_finish=False,
+        stream=None,
     ) -> Combined:
         """Brings every token's rows back and sums them, unweighted. Collective. The backward of dispatch, and its mirror.
 
@@ -320,34 +246,33 @@ class Buffer(Endpoint):
             out: [s, hidden] array to write the sums into.
             zero_copy: assert that x is this buffer's live view, as the last dispatch returned it.
             zero_copy_weights: likewise for row_weights.
-            stream: stream to work on; None = the current one.
+            async_finish, stream: as in dispatch.
 
         Raises:
             ValueError, TypeError: bad input; nothing has been sent.
             PeerTimeoutError: an earlier call's peer did not come.
         """
-        self._require_usable()
         device = self.device
-        handle = _resolve(device, stream)
+        caller, handle = self._streams(stream, async_finish)
         self._check_plan(plan)
         if not plan.dispatched:
             raise ValueError("combine: the plan has not been dispatched yet, so no rank knows which rows it holds of which token")
         give = giver(x)
-        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=handle)
+        rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller)
         self._check_view("x", rows, self._rows_view, plan, zero_copy)
         if row_weights is not None:
             row_weights = take(
-                device, row_weights, "row_weights", dtypes=_WEIGHT_DTYPES, shape=(rows.shape[0],), stream=handle
+                device, row_weights, "row_weights", dtypes=_WEIGHT_DTYPES, shape=(rows.shape[0],), stream=caller
             )
             self._check_view("row_weights", row_weights, self._weights_view, plan, zero_copy_weights)
         shape = (plan.num_tokens, self.hidden)
         if out is None:
             target = device.empty(shape, self.dtype)
         else:
-            target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=handle, writable=True)
+            target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=caller, writable=True)
         weights = None if row_weights is None else device.empty((plan.num_tokens, self.num_topk), np.float32)
-        with self.group.order.call(device, handle):
-            a = self._combine_args
+        with self._call(caller, handle):
+            a = self._combine_kernel.args
             a.x = device.pointer(rows)
             a.row_weights = None if weights is None else device.pointer(row_weights)
             a.out = device.pointer(target)
@@ -357,16 +282,52 @@ class Buffer(Endpoint):
             a.rows = plan._pointer("rows")
             a.num_tokens = plan.num_tokens
             a.x_rows = rows.shape[0]
-            self._launch(self._launch_combine, handle)
+            self._launch(self._combine_kernel, handle)
+            event = self._event(handle, rows, row_weights, target, weights, plan) if async_finish else None
         if give is not None:
             target, weights = give(target), give(weights)
-        return Combined(target if out is None else out, weights, None)
+        return Combined(target if out is None else out, weights, event)
+
+    def prefetch_weight(self, plan, *pools, async_finish=False, stream=None):
+        """Pulls the experts that the plan copies to this rank into the prefetch slots of each pool, in one launch.
+
+        Needs no peer to take part, but peers must not change their weights from before this step's plan until after its last prefetch; any
+        plan, dispatch or combine between an update and the prefetch sees to that (docs/memory.md).
+
+        Args:
+            plan: a Plan of this buffer.
+            pools: ExpertPools of this buffer, at most 32.
+            async_finish, stream: as in dispatch.
+
+        Returns:
+            An Event with async_finish, else None.
+        """
+        return self._over_pools(self._prefetch_kernel, plan, pools, async_finish, stream)
+
+    def reduce_grad(self, plan, *pools, async_finish=False, stream=None):
+        """Adds the gradients of copied experts to their homes, and clears the slots they lay in. Collective.
+
+        home = home + slots of the ranks that held a copy, in ascending rank, in float32. Home rows of experts that nobody copied, and
+        slots that the plan left idle, are not touched.
+
+        Args:
+            plan: a Plan of this buffer, the same step's on all ranks.
+            pools: float32 ExpertPools of this buffer, at most 32, in the same order on all ranks.
+            async_finish, stream: as in dispatch.
+
+        Returns:
+            An Event with async_finish, else None.
+        """
+        for pool in pools:
+            if isinstance(pool, ExpertPool) and pool.dtype != dtypes.float32:
+                raise TypeError(f"reduce_grad: expected pools of float32, got {pool.dtype.name}")
+        return self._over_pools(self._reduce_grad_kernel, plan, pools, async_finish, stream)
 
     # -- helpers -------------------------------------------------------------------------------------------------------------
 
     def _plan(self, topk_idx, handle):
         plan = Plan(self, topk_idx.shape[0])
-        a = self._plan_args
+        a = self._plan_kernel.args
         a.topk_idx = self.device.pointer(topk_idx)
         a.index_bytes = topk_idx.dtype.itemsize
         a.num_tokens = plan.num_tokens
@@ -375,18 +336,30 @@ class Buffer(Endpoint):
         a.counts = plan._pointer("num_tokens_per_expert")
         a.cu_seqlens = plan._pointer("cu_seqlens")
         a.experts_to_copy = plan._pointer("experts_to_copy")
-        self._launch(self._launch_plan, handle)
+        self._launch(self._plan_kernel, handle)
         return plan
 
-    def _launch(self, launch, handle):
-        launch(handle)
-        self._last_handle = handle
-        if self._alarm[0]:
-            raise self._failed()
+    def _over_pools(self, kernel, plan, pools, async_finish, stream):
+        caller, handle = self._streams(stream, async_finish)
+        self._check_plan(plan)
+        if not 1 <= len(pools) <= args.MAX_POOLS:
+            raise ValueError(f"pools: expected 1 to {args.MAX_POOLS}, got {len(pools)}")
+        for pool in pools:
+            if not isinstance(pool, ExpertPool) or pool.buffer is not self:
+                raise ValueError(f"pools: expected ExpertPools of this buffer, got {pool!r}")
+            pool._require_open()
+        with self._call(caller, handle):
+            a = kernel.args
+            a.experts_to_copy = plan._pointer("experts_to_copy")
+            a.num_pools = len(pools)
+            for i, pool in enumerate(pools):
+                a.pools[i] = pool._descriptor
+            self._launch(kernel, handle)
+            return self._event(handle, plan, pools) if async_finish else None
 
-    def _take_topk(self, topk_idx, handle):
+    def _take_topk(self, topk_idx, caller):
         topk_idx = take(
-            self.device, topk_idx, "topk_idx", dtypes=_INDEX_DTYPES, shape=(None, self.num_topk), stream=handle
+            self.device, topk_idx, "topk_idx", dtypes=_INDEX_DTYPES, shape=(None, self.num_topk), stream=caller
         )
         if topk_idx.shape[0] > self.num_tokens:
             raise ValueError(f"topk_idx: expected at most {self.num_tokens} tokens (num_tokens), got {topk_idx.shape[0]}")
@@ -418,56 +391,8 @@ class Buffer(Endpoint):
         return min(rows, self.row_capacity)
 
     def _local_bytes(self):
-        arrays = (self._weights_view, self._scratch, self._consumed)
+        arrays = (self._weights_view, self._scratch, self._counters)
         return super()._local_bytes() + sum(array.nbytes for array in arrays)
 
     def _close_views(self):
         self._rows_view = None
-
-
-def _problem(group, *, num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding):
-    """What is wrong with a buffer's settings on this rank, or None."""
-    for name, value in (("num_tokens", num_tokens), ("hidden", hidden), ("num_experts", num_experts)):
-        if not isinstance(value, int) or value < 1:
-            return f"{name}: expected a positive int, got {value!r}"
-    if hidden % 8:
-        return f"hidden: expected a multiple of 8, got {hidden}"
-    if not isinstance(num_topk, int) or not 1 <= num_topk <= args.MAX_topk:
-        return f"num_topk: expected 1 to {args.MAX_topk}, got {num_topk!r}"
-    if num_experts % group.size:
-        return f"num_experts: expected a multiple of the {group.size} ranks, got {num_experts}"
-    if not isinstance(token_padding, int) or token_padding < 1:
-        return f"token_padding: expected a positive int, got {token_padding!r}"
-    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
-        return f"num_sms: expected None or a positive int, got {num_sms!r}"
-    try:
-        dtype = dtypes.resolve(dtype)
-    except TypeError as error:
-        return str(error)
-    if dtype not in _ROW_DTYPES:
-        return f"dtype: expected one of {', '.join(sorted(d.name for d in _ROW_DTYPES))}, got {dtype.name}"
-    widest = (group.device.max_shared - 256) // 128 * 128 // dtype.itemsize
-    if hidden > widest:
-        return f"hidden: a row must fit into a block's shared memory: at most {widest} columns of {dtype.name}, got {hidden}"
-    rows = plan_layout.row_capacity(num_tokens, num_topk, num_experts, group.size, token_padding)
-    if rows * group.size >= 2**31:
-        return f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can name"
-    try:
-        plan_layout.block_threads(num_experts, group.size)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _dispatch_warps(grid, warps, rows_in_shared):
-    """(send warps, threads) of a dispatch block. About 320 send warps in the whole grid fill the wire whatever its size; more only
-    compete with arriving rows (measured on H200). Each needs one row of shared memory; 16 warps expand."""
-    send = max(1, min(round(320 / grid), warps // 2, rows_in_shared))
-    return send, 32 * (send + min(16, warps - send))
-
-
-def _combine_warps(grid, warps):
-    """(produce warps, threads) of a combine block. Few SMs need all the loads in flight they can get, many need fewer; consumers read
-    one row more, so they are slightly more (measured on H200)."""
-    warps = min(warps, 32 if grid <= 96 else 20)
-    return max(1, math.ceil(warps * 0.4)) if warps < 32 else 15, 32 * warps

@@ -5,6 +5,7 @@ first wait that expires says what it missed. Once that has happened the ranks' s
 every later call raises the same error until it is closed and rebuilt.
 """
 
+import collections
 import ctypes
 
 import numpy as np
@@ -13,6 +14,7 @@ from .errors import EpcommError, PeerTimeoutError
 from .layout import Areas
 from .runtime import args
 from .runtime.symmetric import SymmetricMemory
+from .stream import Event, follow, resolve
 
 OPERATIONS = {
     args.OP_PLAN: "plan",
@@ -51,6 +53,7 @@ class Endpoint:
         self._bad_input = device.zeros((2,), np.uint32)
         self._epochs = {operation: device.zeros((blocks,), np.uint32) for operation, blocks in grids.items()}
         self._failure = None
+        self._in_flight = collections.deque()
         self._last_handle = device.handle(device.current_stream())
         device.synchronize(self._last_handle)
         self._symmetric = SymmetricMemory(group, areas.nbytes)
@@ -65,14 +68,48 @@ class Endpoint:
             ranks=group.size,
         )
 
+    # -- calls ---------------------------------------------------------------------------------------------------------------
+
+    def _epochs_of(self, operation) -> int:
+        """The address of an operation's epochs."""
+        return self.device.pointer(self._epochs[operation])
+
+    def _streams(self, stream, async_finish):
+        """(the caller's stream, the one to launch on), as handles; raises if the endpoint cannot be used."""
+        self._require_usable()
+        caller = resolve(self.device, stream)
+        return caller, self.group.order.communication_stream(self.device) if async_finish else caller
+
+    def _call(self, caller, handle):
+        """Context of the launches of one call: behind the caller's work, in the order of all calls of the device."""
+        if handle != caller:
+            follow(self.device, handle, caller)
+        return self.group.order.call(self.device, handle)
+
+    def _launch(self, operation, handle):
+        operation.launch(handle)
+        self._last_handle = handle
+        self._raise_known()
+
+    def _event(self, handle, *arrays):
+        """The event of an asynchronous call. The arrays it works on are kept until it is done, whatever the caller drops."""
+        while self._in_flight and self._in_flight[0][0].done:
+            self._in_flight.popleft()
+        event = Event(self.device, handle, (self._raise_known,))
+        self._in_flight.append((event, arrays))
+        return event
+
+    def _raise_known(self):
+        if self._alarm[0]:
+            raise self._failed()
+
     # -- state ---------------------------------------------------------------------------------------------------------------
 
     def _require_usable(self):
         """Raises if the endpoint is closed or has failed; costs one look at host memory."""
         if self._symmetric is None:
             raise EpcommError(f"{type(self).__name__} on rank {self.group.rank} is closed")
-        if self._alarm[0]:
-            raise self._failed()
+        self._raise_known()
 
     def _failed(self) -> PeerTimeoutError:
         if self._failure is None:
@@ -95,7 +132,7 @@ class Endpoint:
         names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
         state = [f"{r}: {'process gone' if r in gone else f'entered call {entered[r]}'}" for r in culprits]
         how = (
-            f"rank {sorted(raised)[0]} gave up"
+            f"rank {min(raised)} gave up"
             if record.peer_raised and raised
             else f"nothing came within {group.timeout:g} s"
         )

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from . import dtypes
+from .errors import EpcommError
 from .layout import align
 from .runtime import args
 from .runtime.handles import share, together
@@ -85,18 +86,28 @@ class ExpertPool:
         inner = tuple(int(n) * dtype.itemsize for n in np.cumprod((1, *self.shape[:0:-1]))[::-1])
         return device.xp.lib.stride_tricks.as_strided(flat, (experts, *self.shape), (self.stride, *inner))
 
+    def _require_open(self):
+        if self._ranges is None:
+            raise EpcommError(f"ExpertPool of {self.shape} on rank {self.buffer.group.rank} is closed")
+
     def close(self):
         """Frees the pool once no array over it is left. Collective: waits for the peers within the timeout. Idempotent."""
+        self._release(wait=True)
+
+    def _release(self, wait):
         if self._ranges is None:
             return
+        self.buffer.device.synchronize(self.buffer._last_handle)
         self.full = self.local = self.slots = self.compute = self._ranges = None
-        self.buffer.group.barrier()
+        if wait:  # a peer's kernel may still read this rank's pages, but they live until the last of us unmaps them
+            self.buffer.group.barrier()
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, value, traceback):
-        if kind is None:
-            self.close()
-        else:  # after an exception the peers may never come
-            self.full = self.local = self.slots = self.compute = self._ranges = None
+        self._release(wait=kind is None)  # after an exception the peers may never come
+
+    def __repr__(self):
+        state = "closed" if self._ranges is None else f"{self.dtype.name}, {self.stride} bytes an expert"
+        return f"ExpertPool({self.shape}, {state})"
