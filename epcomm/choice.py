@@ -10,7 +10,7 @@ _automatic = None  # the GPU given to the first Group of this process; later one
 
 
 def requested(device):
-    """The (kind, index or None) that `device` asks for; kind None = nobody said."""
+    """The (kind, index or None) that `device` asks for; kind None = nobody said. ValueError, TypeError."""
     said = "device"
     if device is None:
         device = os.environ.get("EPCOMM_DEVICE", "").strip() or None
@@ -34,9 +34,12 @@ def requested(device):
 
 
 def gpu_usable():
+    """Whether CuPy is installed and finds a GPU. An installed CuPy that cannot be imported is an error."""
     try:
         import cupy
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
         return False
     return cupy.cuda.is_available()
 
@@ -46,9 +49,12 @@ def _gpu_count():
     try:
         import cupy
 
-        return cupy.cuda.runtime.getDeviceCount()
+        count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
         raise DriverError(f"CUDA cannot be used: {type(error).__name__}: {error}") from error
+    if count == 0:
+        raise DriverError("CUDA cannot be used: no GPU is visible")
+    return count
 
 
 def make(kind, index):

@@ -167,7 +167,7 @@ def _stop(workers):
 
 
 def _replies(workers, deadline):
-    """(rank, (result, error)) as workers answer, (rank, None) for one that died; TimeoutError at the deadline."""
+    """(rank, (result, error)) as workers answer, (rank, None) for one that died; or TimeoutError."""
     end = time.monotonic() + deadline
     pending = {worker.connection: rank for rank, worker in enumerate(workers)}
     while pending:
