@@ -3,7 +3,7 @@
 #pragma once
 #include <time.h>
 
-#include "simt.h"
+#include "launch.h"
 
 #define DEV [[maybe_unused]] static inline
 #define DEV_CALL [[maybe_unused]] __attribute__((noinline)) static
@@ -176,11 +176,12 @@ DEV bool line_load(const void* line, Vec16& mine, u32 epoch) {
 }
 
 // ---- mbarriers and bulk copies
-DEV void mbarrier_init(u64* b, u32 count) { *reinterpret_cast<simt::Mbarrier*>(b) = {0, count, count, 0}; }
+DEV simt::Mbarrier& as_mbarrier(u64* b) { return *reinterpret_cast<simt::Mbarrier*>(b); }
+DEV void mbarrier_init(u64* b, u32 count) { as_mbarrier(b) = {0, count, count, 0}; }
 DEV void mbarrier_fence() {}
-DEV void mbarrier_expect(u64* b, u32 bytes) { simt::mbarrier_arrive(b, bytes); }
-DEV void mbarrier_wait(u64* b, u32 parity) { simt::mbarrier_wait(b, parity); }
-DEV void row_load(void* shared, const void* global, u32 bytes, u64* b) { simt::copy_in(shared, global, bytes, b); }
+DEV void mbarrier_expect(u64* b, u32 bytes) { simt::mbarrier_arrive(as_mbarrier(b), bytes); }
+DEV void mbarrier_wait(u64* b, u32 parity) { simt::mbarrier_await(as_mbarrier(b), parity); }
+DEV void row_load(void* shared, const void* global, u32 bytes, u64* b) { simt::copy_in(shared, global, bytes, as_mbarrier(b)); }
 DEV void row_store(void* global, const void* shared, u32 bytes) { simt::copy_out(global, shared, bytes); }
 DEV void row_commit() { simt::self->groups++; }
 template <i32 N>

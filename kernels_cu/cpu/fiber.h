@@ -1,4 +1,4 @@
-// One execution context: a stack and the switch to it. No scheduling here.
+// One execution context: a stack, the switch to it, and what the sanitizers must be told. No scheduling here.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,9 +9,19 @@
 #endif
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#endif
+#if !defined(__x86_64__) || defined(SIMT_UCONTEXT)
+#include <ucontext.h>
 #endif
 
-namespace simt {
+// Hidden: two libraries with kernels in one process must not share a scheduler.
+namespace simt __attribute__((visibility("hidden"))) {
 
 #if defined(__x86_64__) && !defined(SIMT_UCONTEXT)
 
@@ -47,7 +57,7 @@ struct Registers {
 
   void prepare(char* low, size_t bytes, void (*entry)()) {
     auto** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(low + bytes) & ~uintptr_t(15));
-    *--top = nullptr;  // where a return address would be: keeps the entry's stack aligned and ends a backtrace
+    *--top = nullptr;  // in place of a return address: aligns the entry's frame and ends a backtrace
     *--top = reinterpret_cast<void*>(entry);
     for (int i = 0; i < 6; i++) *--top = nullptr;
     stack_pointer = top;
@@ -56,9 +66,6 @@ struct Registers {
 };
 
 #else
-}  // namespace simt
-#include <ucontext.h>
-namespace simt {
 
 struct Registers {
   ucontext_t context;
@@ -75,7 +82,24 @@ struct Registers {
 
 #endif
 
-// Registers plus what the sanitizers must be told about every switch.
+// ---- TSan sees every fiber as a thread of its own, so that a missing barrier between CUDA threads is a data race.
+// Barriers say what they order; the scheduler's own data is for no one to see.
+
+#if defined(__SANITIZE_THREAD__)
+inline void order_before(void* meeting) { __tsan_release(meeting); }
+inline void order_after(void* meeting) { __tsan_acquire(meeting); }
+struct Unseen {
+  Unseen() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+  ~Unseen() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__), AnnotateIgnoreReadsEnd(__FILE__, __LINE__); }
+};
+#else
+inline void order_before(void*) {}
+inline void order_after(void*) {}
+struct Unseen {
+  Unseen() {}
+};
+#endif
+
 struct Context {
   Registers registers;
 #if defined(__SANITIZE_ADDRESS__)
@@ -88,16 +112,17 @@ struct Context {
 #endif
 
   void prepare(char* stack, size_t stack_bytes, void (*entry)()) {
-    registers.prepare(stack, stack_bytes, entry);
 #if defined(__SANITIZE_ADDRESS__)
     fake_stack = nullptr;
     low = stack;
     bytes = stack_bytes;
-    __asan_unpoison_memory_region(stack, stack_bytes);  // frames of an earlier launch
+    __asan_unpoison_memory_region(stack, stack_bytes);  // frames that an earlier fiber never left
 #endif
 #if defined(__SANITIZE_THREAD__)
-    if (tsan == nullptr) tsan = __tsan_create_fiber(0);
+    release();
+    tsan = __tsan_create_fiber(0);
 #endif
+    registers.prepare(stack, stack_bytes, entry);
   }
 
   // `last`: this context will never be switched to again.
@@ -106,7 +131,7 @@ struct Context {
     __sanitizer_start_switch_fiber(last ? nullptr : &fake_stack, next.low, next.bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
-    __tsan_switch_to_fiber(next.tsan, 0);
+    __tsan_switch_to_fiber(next.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
     registers.switch_to(next.registers);
 #if defined(__SANITIZE_ADDRESS__)
@@ -114,20 +139,20 @@ struct Context {
 #endif
   }
 
-  // First act of a new context. `root` is the OS thread's own one, whose stack only ASan knows.
+  // Makes this the calling OS thread's own context, to come back to.
+  void adopt_thread() {
+#if defined(__SANITIZE_THREAD__)
+    tsan = __tsan_get_current_fiber();
+#endif
+  }
+
+  // First act of a new context. ASan tells here where the stack of `root`, the OS thread's own context, lies.
   static void entered([[maybe_unused]] Context& root) {
 #if defined(__SANITIZE_ADDRESS__)
     const void* from = nullptr;
     size_t size = 0;
     __sanitizer_finish_switch_fiber(nullptr, &from, &size);
     if (root.low == nullptr) root.low = from, root.bytes = size;
-#endif
-  }
-
-  // Called on the OS thread's own stack before it switches away.
-  void adopt_thread() {
-#if defined(__SANITIZE_THREAD__)
-    tsan = __tsan_get_current_fiber();
 #endif
   }
 
