@@ -8,6 +8,7 @@ _HOME = {
     "Dispatched": "buffer",
     "Combined": "buffer",
     "Plan": "plan",
+    "ExpertPool": "pool",
     "EpcommError": "errors",
     "DriverError": "errors",
     "HandleError": "errors",

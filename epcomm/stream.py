@@ -267,6 +267,11 @@ class Event:
             raise EpcommError(f"event.wait: {where[0]} a graph capture, for a call made {where[1]} of it")
         _driver().wait(self._device, handle, self._event)
 
+    @property
+    def done(self):
+        """Whether the call has ended, without waiting. True for a captured call, whose arrays are the graph's user's to keep."""
+        return self._captured or self._event is None or self._event.done
+
     def synchronize(self):
         """Block the host until the call has ended, then raise what went wrong in it."""
         if self._captured:
