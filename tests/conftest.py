@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("EPCOMM_DEVICE", "cpu")
 
-import ranks  # noqa: E402  reads EPCOMM_DEVICE
+import ranks  # after the line above: it reads EPCOMM_DEVICE
 
 TIME_LIMIT = 120  # seconds a test
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    ranks.close_pool()
+    ranks.Pool.close()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -45,7 +45,7 @@ def run_ranks(ranks, function, *args, timeout=5.0, share=False, **kwargs):
         return run_threads(ranks, function, *args, timeout=timeout, **kwargs)
     if ranks > device_count() and not share:
         pytest.skip(f"needs {ranks} devices")
-    return _Pool.of(max(ranks, device_count())).run(ranks, function, args, kwargs, timeout)
+    return Pool.of(max(ranks, device_count())).run(ranks, function, args, kwargs, timeout)
 
 
 @dataclass
@@ -90,16 +90,16 @@ def run_processes(ranks, function, *args, device="cpu", timeout=5.0, deadline=DE
         _stop(workers)
 
 
-class _Pool:
+class Pool:
     """Worker processes that stay between tests, one a GPU: it takes seconds to get ready for CUDA."""
 
     _current = None
 
     @classmethod
-    def of(cls, size):
+    def of(cls, size, device="cuda"):
         if cls._current is None or len(cls._current.workers) < size:
             cls.close()
-            cls._current = cls(size)
+            cls._current = cls(size, device)
         return cls._current
 
     @classmethod
@@ -108,8 +108,8 @@ class _Pool:
             _stop(cls._current.workers)
             cls._current = None
 
-    def __init__(self, size):
-        self.workers = _start(size, "cuda")
+    def __init__(self, size, device):
+        self.workers = _start(size, device)
         self.runs = 0
 
     def run(self, ranks, function, args, kwargs, timeout):
@@ -208,8 +208,3 @@ def _perform(comm, device, timeout, function, args, kwargs):
     except BaseException as error:
         error.add_note(f"rank {comm.Get_rank()}:\n{traceback.format_exc()}")
         return None, error
-
-
-def close_pool():
-    """End the worker processes, at the end of the test run."""
-    _Pool.close()

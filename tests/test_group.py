@@ -1,25 +1,22 @@
-"""Group: rendezvous, agreement, failures that reach every rank, liveness, the choice of a device."""
+"""Group: rendezvous, agreement, failures that reach every rank, liveness."""
 
 import dataclasses
-import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 from ranks import run_processes
 
-from epcomm import choice, group, peers
+from epcomm import peers
 from epcomm.errors import DriverError, EpcommError, PeerTimeoutError
 from epcomm.group import Group
 from epcomm.testing import ThreadComm, run_threads
 
 SIZES = (1, 2, 3, 5, 8)
-LAUNCHER = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID")
 
 
 def _describe(group):
@@ -52,15 +49,14 @@ def _agree(group, settings, problems=None):
         ([{"hidden": 7168}, {"hidden": 7168}, {"hidden": 4096}], None, ValueError,
          "Buffer: hidden differs between ranks: 7168 on ranks 0, 1; 4096 on rank 2"),
         ([{"a": 1, "b": (2, "x")}, {"a": 2, "b": (2, "y")}, {"a": 1, "b": (2, "x")}], None, ValueError,
-         "Buffer: a differs between ranks: 1 on ranks 0, 2; 2 on rank 1; b differs between ranks: "
-         "(2, 'x') on ranks 0, 2; (2, 'y') on rank 1"),
+         "Buffer: a differs between ranks: 1 on ranks 0, 2; 2 on rank 1; b differs between ranks: (2, "),
         ([{"a": 1}, {}, {"a": 1}], None, ValueError,
          "Buffer: a differs between ranks: 1 on ranks 0, 2; absent on rank 1"),
-        ([{}] * 3, [None, "num_topk: 40 is too many", None], ValueError, "Buffer: rank 1: num_topk: 40 is too many"),
+        ([{}] * 3, [None, "num_topk: 40 > 32", None], ValueError, "Buffer: rank 1: num_topk: 40 > 32"),
         ([{}] * 3, ["x", None, TypeError("y")], ValueError, "Buffer: rank 0: x; rank 2: y"),
         ([{}] * 3, [None, TypeError("y"), None], TypeError, "Buffer: rank 1: y"),
         ([{}] * 3, [None, DriverError("no memory"), None], DriverError, "Buffer: rank 1: no memory"),
-        ([{}] * 3, [None, PeerTimeoutError("late", peers=[2]), None], PeerTimeoutError, "Buffer: rank 1: late"),
+        ([{}] * 3, [None, PeerTimeoutError("late"), None], PeerTimeoutError, "Buffer: rank 1: late"),
         ([{}] * 3, [None, None, MemoryError("z")], EpcommError, "Buffer: rank 2: MemoryError: z"),
         ([{}] * 3, [None, None, UnicodeError("u")], ValueError, "Buffer: rank 2: u"),
         ([{}, {"f": lambda: 0}, {}], None, TypeError, "Buffer: rank 1: cannot be sent"),
@@ -103,7 +99,7 @@ def _construct(group, arguments):
         ({"device": -1}, ValueError, "device"),
         ({"device": 1.5}, TypeError, "device"),
         ({"device": True}, TypeError, "device"),
-        ({"device": "cuda"}, ValueError, "device differs between ranks: 'cpu' on ranks 0, 2; 'cuda' on rank 1"),
+        ({"device": "cuda"}, ValueError, "device differs between ranks: 'cpu' on ranks 0, 2; 'cuda' on"),
     ],
 )
 def test_a_wrong_argument_of_one_rank_reaches_all(arguments, kind, text):
@@ -202,7 +198,7 @@ def test_alive_tells_processes_apart():
     try:
         assert peers.alive(me, me) is True
         assert peers.alive(me, peer) is True
-        assert peers.alive(me, dataclasses.replace(peer, pid_start=peer.pid_start - 1)) is False  # pid used again
+        assert peers.alive(me, dataclasses.replace(peer, pid_start=peer.pid_start - 1)) is False  # reused
         assert peers.alive(me, dataclasses.replace(peer, boot_id="another host")) is None
         assert peers.alive(me, dataclasses.replace(peer, pid_namespace=1)) is None
     finally:
@@ -251,132 +247,6 @@ def test_close_is_idempotent_and_the_group_is_dead_then():
 
 
 def test_a_dropped_group_warns():
+    group = Group(ThreadComm.create(1)[0], device="cpu")
     with pytest.warns(ResourceWarning, match="Group rank 0 of 1 on cpu> was never closed"):
-        Group(ThreadComm.create(1)[0], device="cpu")
-        gc.collect()
-
-
-# ---- which communicator
-
-
-def _python(code, *arguments, **environment):
-    clean = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "EPCOMM_DEVICE")}
-    root = str(Path(group.__file__).parents[1])
-    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [*arguments, "-c", code] if arguments else [sys.executable, "-c", code]
-    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=60)
-
-
-ALONE = """
-import sys
-sys.modules["mpi4py"] = None        # as if it were not installed
-from epcomm.group import Group
-with Group(device="cpu") as group:
-    group.barrier()
-    group.agree("x", {"a": 1})
-    assert group.comm.Split().allgather(group.comm.bcast(5)) == [5]
-    print(group)
-"""
-
-
-def test_a_script_runs_alone_without_mpi():
-    done = _python(ALONE, SLURM_PROCID="1", SLURM_NTASKS="4", RANK="3", WORLD_SIZE="4", LOCAL_RANK="3")
-    assert done.stdout == "<Group rank 0 of 1 on cpu>\n", done.stderr
-    assert _python(ALONE, PMI_RANK="0", PMI_SIZE="1").returncode == 0
-
-
-@pytest.mark.parametrize("name", ["PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"])
-def test_a_launched_script_wants_mpi4py(name):
-    done = _python(ALONE, **{name: "0"})
-    assert f"({name} is set), but mpi4py cannot be imported" in done.stderr
-
-
-def test_mpi_that_runs_already_is_used():
-    pytest.importorskip("mpi4py")
-    code = "from mpi4py import MPI; from epcomm.group import Group; print(Group(device='cpu').comm == MPI.COMM_WORLD)"
-    assert _python(code).stdout == "True\n"
-
-
-UNDER_MPI = """
-from mpi4py import MPI
-from epcomm.errors import PeerTimeoutError
-from epcomm.group import Group
-import time
-with Group(device="cpu", timeout=20) as group:
-    assert group.comm == MPI.COMM_WORLD and group.alive((group.rank + 1) % group.size)
-    assert group.gather("x", group.rank) == [0, 1, 2]
-    try:
-        group.agree("Buffer", {"hidden": group.rank // 2})
-    except ValueError as error:
-        assert str(error) == "Buffer: hidden differs between ranks: 0 on ranks 0, 1; 1 on rank 2", error
-    with Group(group.comm.Split(group.rank % 2), device="cpu") as part:
-        assert part.size == 2 - group.rank % 2
-    if group.rank == 2:
-        time.sleep(100)
-    try:
-        group.barrier(timeout=0.5)
-    except PeerTimeoutError as error:
-        assert error.peers == (2,), error
-        open(f"{folder}/rank{group.rank}", "w").close()
-        time.sleep(0.5)
-        raise
-"""
-
-
-def test_under_mpirun(tmp_path):
-    pytest.importorskip("mpi4py")
-    mpirun = Path(sys.executable).with_name("mpirun")
-    code = f"folder = {str(tmp_path)!r}\n" + UNDER_MPI
-    start = time.monotonic()
-    done = _python(code, str(mpirun), "-n", "3", sys.executable, "-m", "mpi4py")
-    assert sorted(os.listdir(tmp_path)) == ["rank0", "rank1"], done.stdout + done.stderr
-    assert done.returncode != 0 and time.monotonic() - start < 50  # the silent rank ended with the others
-
-
-# ---- which device
-
-
-def test_device_requests(monkeypatch):
-    monkeypatch.delenv("EPCOMM_DEVICE", raising=False)
-    asked = [choice.requested(device) for device in ("cpu", "cuda", "cuda:2", 3, None)]
-    assert asked == [("cpu", None), ("cuda", None), ("cuda", 2), ("cuda", 3), (None, None)]
-    monkeypatch.setenv("EPCOMM_DEVICE", "cuda:1")
-    assert choice.requested(None) == ("cuda", 1) and choice.requested("cpu") == ("cpu", None)
-    monkeypatch.setenv("EPCOMM_DEVICE", "tpu")
-    with pytest.raises(ValueError, match="EPCOMM_DEVICE"):
-        choice.requested(None)
-
-
-@pytest.mark.parametrize(
-    "index, count, boot_ids, local_ranks, chosen",
-    [
-        (None, 4, "aaaa", [None] * 4, [0, 1, 2, 3]),
-        (None, 2, "aaaa", [None] * 4, [0, 1, 0, 1]),
-        (None, 1, "aaa", [None] * 3, [0, 0, 0]),  # every rank sees one device, as under Ray
-        (None, 4, "abab", [None] * 4, [0, 0, 1, 1]),
-        (None, 4, "aabb", ["1", "0", "0", "1"], [1, 0, 0, 1]),
-        (None, 8, "aa", ["6", "7"], [6, 7]),  # a sub-group of a larger launch
-        (None, 4, "aaa", ["2", "2", "2"], [0, 1, 2]),  # inherited by children of one rank
-        (None, 4, "aa", ["1", None], [0, 1]),
-        (None, 4, "aa", ["1", "x"], [0, 1]),
-        (3, 4, "aa", ["0", "1"], [3, 3]),
-    ],
-)
-def test_the_gpu_of_a_rank(monkeypatch, index, count, boot_ids, local_ranks, chosen):
-    monkeypatch.setattr(choice, "_gpu_count", lambda: count)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    found = []
-    for rank in range(len(boot_ids)):
-        monkeypatch.setattr(choice, "_automatic", None)
-        found.append(choice.gpu_index(index, rank, boot_ids, local_ranks))
-    assert found == chosen
-
-
-def test_a_process_stays_on_its_gpu(monkeypatch):
-    monkeypatch.setattr(choice, "_gpu_count", lambda: 4)
-    monkeypatch.setattr(choice, "_automatic", None)
-    assert choice.gpu_index(None, 2, "aaaa", [None] * 4) == 2
-    assert choice.gpu_index(None, 1, "aa", [None] * 2) == 2  # the sub-group of ranks 0 and 2
-    assert choice.gpu_index(1, 1, "aa", [None] * 2) == 1
-    with pytest.raises(ValueError, match="cuda:4 was asked for, and 4 GPUs are visible"):
-        choice.gpu_index(4, 0, "a", [None])
+        del group

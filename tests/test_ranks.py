@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import run_processes, run_ranks
+from ranks import Pool, run_processes, run_ranks
 
 from epcomm.testing import ThreadComm, run_threads
 
@@ -77,7 +77,8 @@ def test_the_first_exception_is_raised_and_releases_the_others(size):
         run_threads(size, _one_fails, KeyError("lost"))
     assert time.monotonic() - start < 5
     notes = "\n".join(caught.value.__notes__)
-    assert notes.startswith("rank 1: KeyError") and notes.count("EpcommError: another rank failed") == size - 1
+    assert notes.startswith("rank 1: KeyError")
+    assert notes.count("EpcommError: another rank failed") == size - 1
 
 
 def test_a_sub_group_is_released_too():
@@ -153,6 +154,29 @@ def _device(group, factor, add=0):
     return group.rank * factor + add, group.device.kind
 
 
+def _process(group):
+    return os.getpid()
+
+
+def test_worker_processes_stay_until_one_fails(monkeypatch):
+    monkeypatch.setattr(Pool, "_current", None)
+    pool = Pool.of(3, "cpu")
+    try:
+        first = pool.run(3, _process, (), {}, 5.0)
+        assert pool.run(2, _collectives, (), {}, 5.0) == [True] * 2
+        assert Pool.of(2, "cpu").run(3, _process, (), {}, 5.0) == first
+        start = time.monotonic()
+        with pytest.raises(KeyError, match="lost"):
+            pool.run(3, _one_fails, (KeyError("lost"),), {}, 5.0)
+        with pytest.raises(RuntimeError, match="rank 1: its process died"):
+            Pool.of(3, "cpu").run(3, _ends, ("exit",), {}, 5.0)
+        assert time.monotonic() - start < 20
+        again = Pool.of(3, "cpu").run(3, _process, (), {}, 5.0)
+        assert not set(again) & set(first)
+    finally:
+        Pool.close()
+
+
 def test_run_ranks():
     kind = os.environ["EPCOMM_DEVICE"].partition(":")[0]
     for _ in range(2):
@@ -179,15 +203,16 @@ def test_other():
 
 
 def test_tests_skipped_for_want_of_devices_are_listed(tmp_path):
-    here = Path(__file__).parent
     (tmp_path / "test_few.py").write_text(FEW_DEVICES)
     (tmp_path / "conftest.py").write_text(
         "import cupy, os\nos.environ['EPCOMM_DEVICE'] = 'cuda'\n"
-        "cupy.cuda.runtime.getDeviceCount = lambda: 2\n" + (here / "conftest.py").read_text()
+        "cupy.cuda.runtime.getDeviceCount = lambda: 2\n" + Path(__file__).with_name("conftest.py").read_text()
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+    )
     section = done.stdout.partition("skipped for want of devices")[2]
     assert "needs 99 devices: test_few.py::test_many\n1 needs 99 devices" in section, done.stdout
     assert "test_other" not in section and "2 skipped" in section
