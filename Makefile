@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+PIP := PYTHONWARNINGS=ignore $(PY) -m pip --disable-pip-version-check install -qq
 
 # "cuda12", "cuda13" (what the driver can run) or "none", and the number of usable GPUs.
 GPUS := $(shell $(PYTHON) mpi_launch/gpus.py)

@@ -19,10 +19,16 @@ def _parse(words):
         description="Run a Python program on N ranks through MPI. An exception on one rank ends the job.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=int, metavar="N", help="number of ranks (default: one a GPU, without GPUs 2)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="what the ranks run on (sets EPCOMM_DEVICE)")
+    parser.add_argument(
+        "-n", type=int, metavar="N", help="number of ranks (default: one a GPU, without GPUs 2)"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="what the ranks run on (sets EPCOMM_DEVICE)"
+    )
     parser.add_argument("--hostfile", help="hosts to run on, in the format of the MPI library")
-    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124"
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -60,7 +66,9 @@ def _command(ranks, hostfile, exports):
             f"{ranks} ranks need MPI, and no mpirun is beside {sys.executable} or on PATH: pip install epcomm[mpi]"
         )
     if importlib.util.find_spec("mpi4py") is None:
-        raise mpirun.LaunchError(f"{found} is there, but {sys.executable} has no mpi4py: pip install epcomm[mpi]")
+        raise mpirun.LaunchError(
+            f"{found} is there, but {sys.executable} has no mpi4py: pip install epcomm[mpi]"
+        )
     # Through mpi4py's runner an exception calls MPI_Abort; without it the other ranks would wait for ever.
     start[1:1] = ["-m", "mpi4py"]
     return mpirun.command(found, mpirun.is_open_mpi(found), ranks, hostfile, exports) + start

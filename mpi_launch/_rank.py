@@ -52,7 +52,7 @@ def main():
     if mark:
         mark.write_text(str(os.getpid()))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # what a rank printed before it was ended is seen, in whole lines
+        stream.reconfigure(line_buffering=True, write_through=False)  # whole lines, and at once
     try:
         if "mpi4py" in sys.modules:
             _start_mpi(size)

@@ -20,7 +20,11 @@ def probe():
     except OSError:
         return None, 0
     version, count = ctypes.c_int(), ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version)) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    if (
+        cuda.cuInit(0)
+        or cuda.cuDriverGetVersion(ctypes.byref(version))
+        or cuda.cuDeviceGetCount(ctypes.byref(count))
+    ):
         return None, 0
     usable = sum(_compute_major(cuda, index) >= _OLDEST for index in range(count.value))
     if version.value < 12000 or not usable:

@@ -43,15 +43,24 @@ def run(words, ranks, timeout=None, variables=None):
     try:
         # A session of its own: Ctrl-C reaches this process alone, which then ends the job in order.
         process = subprocess.Popen(
-            words, env={**os.environ, **(variables or {}), **ours}, start_new_session=True, preexec_fn=die_with_launcher
+            words,
+            env={**os.environ, **(variables or {}), **ours},
+            start_new_session=True,
+            preexec_fn=die_with_launcher,
         )
         code = process.wait(timeout)
         return code if code >= 0 else 128 - code
     except subprocess.TimeoutExpired:
-        print(f"mpi_launch: time limit of {timeout:g} s reached; {_who(folder, ranks)}", file=sys.stderr, flush=True)
+        print(
+            f"mpi_launch: time limit of {timeout:g} s reached; {_who(folder, ranks)}",
+            file=sys.stderr,
+            flush=True,
+        )
         return TIMED_OUT
     except _Signalled as caught:
-        print(f"mpi_launch: {signal.Signals(caught.number).name}: ending the job", file=sys.stderr, flush=True)
+        print(
+            f"mpi_launch: {signal.Signals(caught.number).name}: ending the job", file=sys.stderr, flush=True
+        )
         return 128 + caught.number
     finally:
         for number in _SIGNALS:
@@ -79,7 +88,9 @@ def _who(folder, ranks):
             continue
         if not (folder / f"{rank}.finished").exists():
             unknown.append(str(rank))
-    text = f"still running: rank {', '.join(running)}" if running else "no rank of this host was still running"
+    text = (
+        f"still running: rank {', '.join(running)}" if running else "no rank of this host was still running"
+    )
     return text + (f"; not started, or on another host: rank {', '.join(unknown)}" if unknown else "")
 
 

@@ -26,9 +26,13 @@ def find():
 
 def is_open_mpi(mpirun):
     """True for Open MPI's mpirun, False for MPICH and what descends from it."""
-    answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    answer = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     if answer.returncode != 0:
-        raise LaunchError(f"{mpirun} --version failed ({answer.returncode}): {(answer.stderr or answer.stdout).strip()}")
+        raise LaunchError(
+            f"{mpirun} --version failed ({answer.returncode}): {(answer.stderr or answer.stdout).strip()}"
+        )
     return "Open MPI" in answer.stdout or "OpenRTE" in answer.stdout
 
 
@@ -40,7 +44,9 @@ def command(mpirun, open_mpi, ranks, hostfile=None, exports=(), environ=os.envir
         root: whether the job runs as root (None: ask the system).
     """
     words = [mpirun, "-n", str(ranks)]
-    if not open_mpi:  # Hydra: no quarrel with root or with more ranks than cores, and exports the whole environment
+    if (
+        not open_mpi
+    ):  # Hydra: no quarrel with root or with more ranks than cores, and exports the whole environment
         return words + (["-f", hostfile] if hostfile else [])
     if os.geteuid() == 0 if root is None else root:
         words.append("--allow-run-as-root")
