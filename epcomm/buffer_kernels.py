@@ -1,20 +1,9 @@
-"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set, and its launcher.
-
-`operation.args.field = value` for the fields of a call, then `operation.launch(stream_handle)`.
-"""
-
-from typing import NamedTuple
+"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set, and its launcher."""
 
 from . import layout, plan_layout
 from .buffer_settings import ROW_DTYPES
+from .endpoint import Operation
 from .runtime import args
-
-
-class Operation(NamedTuple):
-    """args: a ctypes struct of kernels_cu/args.h; launch: callable(stream handle) that runs the kernel with its content."""
-
-    args: object
-    launch: object
 
 
 def plan(buffer, grid, scratch) -> Operation:

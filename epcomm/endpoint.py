@@ -27,6 +27,21 @@ OPERATIONS = {
 }
 
 
+class Operation:
+    """A kernel with its arguments: set `args.field` for a call, then hand it to `Endpoint._launch`.
+
+    args: a ctypes struct of kernels_cu/args.h with the fields that never change set. run: callable(stream handle) that launches the kernel
+    with the content of args. warm: it has been launched before.
+    """
+
+    __slots__ = ("args", "run", "warm")
+
+    def __init__(self, args, run):
+        self.args = args
+        self.run = run
+        self.warm = False
+
+
 class Endpoint:
     """A collective object: symmetric areas, epochs, sticky failure.
 
@@ -87,7 +102,11 @@ class Endpoint:
         return self.group.order.call(self.device, handle)
 
     def _launch(self, operation, handle):
-        operation.launch(handle)
+        if not operation.warm:
+            if self.device.capturing(handle):
+                raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
+            operation.warm = True
+        operation.run(handle)
         self._last_handle = handle
         self._raise_known()
 
