@@ -14,7 +14,7 @@ from .errors import EpcommError, PeerTimeoutError
 from .layout import Areas
 from .runtime import args
 from .runtime.symmetric import SymmetricMemory
-from .stream import Event, follow, resolve
+from .stream import Event, capturing, follow, resolve
 
 OPERATIONS = {
     args.OP_PLAN: "plan",
@@ -103,7 +103,7 @@ class Endpoint:
 
     def _launch(self, operation, handle):
         if not operation.warm:
-            if self.device.capturing(handle):
+            if capturing(self.device, handle):
                 raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
             operation.warm = True
         operation.run(handle)

@@ -108,7 +108,7 @@ def _cuda_handle(device, stream):
     return handle, False
 
 
-def _capturing(device, handle):
+def capturing(device, handle):
     return handle != _LEGACY and device.capturing(handle)  # the legacy stream cannot be captured, nor asked
 
 
@@ -149,10 +149,10 @@ class CallOrder:
 
     def enter(self, device, handle):
         """Before the launch: stream `handle` waits for the last call."""
-        if self._last is None or self._stays_on(handle) or _capturing(device, handle):
+        if self._last is None or self._stays_on(handle) or capturing(device, handle):
             return
         if not self._recorded:
-            if _capturing(device, self._last):
+            if capturing(device, self._last):
                 return  # an event recorded there now would belong to the capture
             self._record(device, self._last)
             self._recorded = True
@@ -160,7 +160,7 @@ class CallOrder:
 
     def leave(self, device, handle):
         """After the launch: stream `handle` has the last call."""
-        if device.kind == "cpu" or self._stays_on(handle) or _capturing(device, handle):
+        if device.kind == "cpu" or self._stays_on(handle) or capturing(device, handle):
             return
         owner = self._owner_of(handle)
         # A stream known by number alone may be destroyed before the next call, and its number used again;
@@ -247,7 +247,7 @@ class Event:
         self._event = None
         self._captured = False
         if device.kind == "cuda":
-            self._captured = _capturing(device, handle)
+            self._captured = capturing(device, handle)
             self._event = _driver().event(device)
             _driver().record(device, self._event, handle)
 
@@ -262,7 +262,7 @@ class Event:
         self._check()
         if self._event is None:
             return
-        if _capturing(self._device, handle) != self._captured:
+        if capturing(self._device, handle) != self._captured:
             where = ("outside", "inside") if self._captured else ("inside", "outside")
             raise EpcommError(f"event.wait: {where[0]} a graph capture, for a call made {where[1]} of it")
         _driver().wait(self._device, handle, self._event)
