@@ -19,7 +19,7 @@ _PACKAGES = (
 
 def capture(group):
     """The environment as a flat dict of JSON values; the devices are those of all ranks, in rank order."""
-    devices = group.comm.allgather(_device_name(group.device))
+    devices = [device_name(peer) for peer in group.peers]
     found = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(_command()),
@@ -50,16 +50,14 @@ def summary(environment):
     return "; ".join(parts)
 
 
+def device_name(peer):
+    """The product name of a rank's GPU, or "CPU rank"; peer: an element of Group.peers."""
+    return peer.device_name if peer.device_uuid else "CPU rank"
+
+
 def _command():
     # orig_argv holds "python -m mpi4py script": what the launcher started, so that it can be typed again.
     return [Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]
-
-
-def _device_name(device):
-    if device.kind == "cuda":
-        name = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"]
-        return name.decode() if isinstance(name, bytes) else name
-    return "CPU rank"
 
 
 def _cpu_model():

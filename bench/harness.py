@@ -1,14 +1,15 @@
 """The one harness of all benchmarks: timing, progress, tables and result files.
 
-A benchmark makes one `Session` on every rank. Its timing methods are collective; it prints and writes on rank 0.
+A benchmark makes one `Session` on every rank. Its timing methods are collective; rank 0 prints and writes.
 
-Timing: a warm-up, then batches of back-to-back calls between two events (CUDA) or two readings of the monotonic
-clock (CPU ranks, where a call returns when its work is done). A batch yields one time per call and rank. Reported
-is the median over the batches of the mean over ranks, and the same of the maximum over ranks. Times are in
-microseconds.
+Timing: a warm-up, then batches of back-to-back calls between two events (CUDA) or two readings of the
+monotonic clock (CPU ranks, where a call returns when its work is done). A batch yields one time per call and
+rank. Reported is the median over the batches of the mean over ranks, and the same of the maximum over ranks.
+Times are in microseconds.
 """
 
 import csv
+import functools
 import gc
 import json
 import statistics
@@ -25,8 +26,8 @@ RESULTS = environment.ROOT / "bench" / "results"
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call in us: `us` = median over batches of the mean over ranks, `max_us` = the same of the slowest
-    rank, `low_us` and `high_us` = the fastest and the slowest batch (mean over ranks)."""
+    """Time per call in us: `us` = median over batches of the mean over ranks, `max_us` = the same of the
+    slowest rank, `low_us` and `high_us` = the fastest and the slowest batch (mean over ranks)."""
 
     us: float
     max_us: float
@@ -61,9 +62,13 @@ class Session:
         self.warmup = warmup
         self.iters = iters
         self.batches = batches
-        self.environment = environment.capture(group)
         self.leads = group.rank == 0
         self._console = _terminal() if self.leads else None
+
+    @functools.cached_property
+    def environment(self):
+        """What the run is made on (bench.environment), captured when it is first asked for."""
+        return environment.capture(self.group)
 
     # ---- timing ----------------------------------------------------------------------------------
 
@@ -87,8 +92,8 @@ class Session:
         return Timing.of(self.group.comm.allgather(mine))
 
     def host_time(self, function):
-        """Collective. From the entry of `function()` to its return, with an idle device before it; None on CPU
-        ranks, where a call returns only when its work is done."""
+        """Collective. From the entry of `function()` to its return, with an idle device before it; None on
+        CPU ranks, where a call returns only when its work is done."""
         if self.group.device.kind == "cpu":
             return None
         for _ in range(self.warmup):
@@ -142,13 +147,14 @@ class Session:
 
     def headline(self, title):
         """The head of a printed run: what is measured, on what, and what CPU times are worth."""
-        self.say(f"{title}\n{environment.summary(self.environment)}")
+        if self.leads:
+            self.say(f"{title}\n{environment.summary(self.environment)}")
         if self.group.device.kind == "cpu":
             self.say("CPU ranks: the times show that the program works; they say nothing about GPUs.")
 
     @contextmanager
     def progress(self, total):
-        """A progress bar on a terminal, else a line a step; yields `step(text)`, to be called before each step."""
+        """A progress bar on a terminal, else a line a step. Yields `step(text)`, called before each step."""
         if not self.leads:
             yield lambda text: None
         elif self._console is None:
@@ -166,7 +172,7 @@ class Session:
                 bar.update(task, completed=total)
 
     def table(self, title, columns, rows):
-        """Print a table on rank 0. columns: {key: heading}; rows: dicts, whose missing entries are shown as "-"."""
+        """Print a table on rank 0. columns: {key: heading}; rows: dicts; what a row lacks is shown as "-"."""
         if not self.leads:
             return
         cells = [[_cell(row.get(key)) for key in columns] for row in rows]
@@ -189,23 +195,28 @@ class Session:
         return {
             "bench": self.name,
             "device": self.group.device.kind,
-            "device_name": self.environment["devices"][0],
+            "device_name": environment.device_name(self.group.peers[0]),
             "ranks": self.group.size,
         } | fields
 
     def save(self, rows, folder=RESULTS, stem=None):
-        """Write `<folder>/<stem>.json` (a list of one object a row, with its environment) and `.csv` on rank 0.
+        """Write `<folder>/<stem>.json` (a list of one object a row, environment included) and `.csv`.
 
         Returns the path of the JSON file, on every rank.
         """
         path = Path(folder) / f"{stem or self.name}.json"
         if self.leads:
             path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [{key: _rounded(value) for key, value in row.items()} for row in rows]
             objects = [row | {"environment": self.environment} for row in rows]
             path.write_text(json.dumps(objects, indent=1) + "\n")
             write_csv(path.with_suffix(".csv"), rows)
             self.say(f"results: {path} and .csv")
         return path
+
+
+def _rounded(value):
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def write_csv(path, rows):
