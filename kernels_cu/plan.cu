@@ -12,6 +12,7 @@
 //   exchange        how many tokens each rank takes over, and from whom
 //   serve           which experts' tokens these are
 //   lay_out         first row of every segment
+//   record          the arrays of the plan, but for dst
 //   line_up         the ranks' shares of every expert one after the other
 //   place           a stable counting sort: entry number g of an expert lies where the ranks' shares of it cover g
 #include "plan_balance.cuh"
@@ -21,20 +22,21 @@ constexpr i32 BAD_ID = -2;
 
 DEV u64 packet(u32 value, u32 epoch) { return (u64)epoch << 32 | value; }
 
-// Waits for n <= BATCH packets `stride` words apart; packet i comes from rank `peer` + i * peer_step
+// Waits for n packets, up to N, `stride` words apart; packet i comes from rank `peer` + i * peer_step
 // (-1: from a block of this rank).
-DEV bool receive(const World& w, const u64* packets, i64 stride, i32 n, u32 epoch, i32 peer, i32 peer_step, u32 (&value)[BATCH]) {
+template <i32 N>
+DEV bool receive(const World& w, const u64* packets, i64 stride, i32 n, u32 epoch, i32 peer, i32 peer_step, u32 (&value)[N]) {
   i32 late = peer;
   return wait_for(
       w,
       [&](u32& seen) {
-        u64 got[BATCH];
+        u64 got[N];
 #pragma unroll
-        for (i32 i = 0; i < BATCH; i++)
+        for (i32 i = 0; i < N; i++)
           if (i < n) got[i] = ld_relaxed(packets + i * stride);
         bool all = true;
 #pragma unroll
-        for (i32 i = 0; i < BATCH; i++) {
+        for (i32 i = 0; i < N; i++) {
           if (i >= n) continue;
           value[i] = (u32)got[i];
           if (reached((u32)(got[i] >> 32), epoch)) continue;
@@ -78,9 +80,11 @@ DEV i32 expert_of(const PlanArgs& a, i64 entry) {
 
 DEV void count_entries(const PlanArgs& a, const Tables& t, u32 epoch) {
   const i32 experts = a.experts, warps = block_warps();
+#pragma unroll 1
   for (i32 i = thread_index(); i < warps * experts; i += block_threads()) t.in_warp[i] = 0;
   block_sync();
   const Share mine = share_of_warp(a);
+#pragma unroll 1
   for (i64 i = mine.begin + lane_index(); i < mine.end; i += WARP) {
     const i32 e = expert_of(a, i);
     if (e >= 0) atomic_add(t.in_warp + warp_index() * experts + e, 1);
@@ -131,6 +135,7 @@ DEV bool send_totals(const PlanArgs& a, u32 epoch) {
       }
       sum = warp_shfl(upto, WARP - 1);
     }
+#pragma unroll 1
     for (i32 r = lane; r < w.ranks; r += WARP) st_relaxed(packets_of(a, r, w.rank, epoch) + e, packet(sum, epoch));
   }
   return true;
@@ -151,15 +156,17 @@ DEV bool receive_totals(const PlanArgs& a, const Tables& t, u32 epoch) {
         if (first + i < w.rank) before += value[i];
       }
     }
-    if (!receive(w, earlier_blocks(a, block_index()) + e, 0, 1, epoch, -1, 0, value)) return false;
-    t.before[e] = before + value[0];
+    u32 earlier[1];
+    if (!receive(w, earlier_blocks(a, block_index()) + e, 0, 1, epoch, -1, 0, earlier)) return false;
+    t.before[e] = before + earlier[0];
     t.share[e] = total;
     t.share[experts + e] = 0;
   }
   if (block_index() == 0)
     for (i32 r = thread_index(); r < w.ranks; r += block_threads()) {
-      if (!receive(w, packets_of(a, w.rank, r, epoch) + experts, 0, 1, epoch, r, 0, value)) return false;
-      a.num_tokens_per_rank[r] = value[0];
+      u32 num_tokens[1];
+      if (!receive(w, packets_of(a, w.rank, r, epoch) + experts, 0, 1, epoch, r, 0, num_tokens)) return false;
+      a.num_tokens_per_rank[r] = num_tokens[0];
     }
   return true;
 }
@@ -205,7 +212,12 @@ KERNEL(plan, PlanArgs) {
   for (i32 h = warp_index(); h < ranks; h += block_warps())
     if (link_rows(a, t, h) > 1) serve(a, t, h);
   block_sync();
-  for (i32 r = warp_index(); r < ranks; r += block_warps()) lay_out(a, t, r);
+  pad(a, t);
+  block_sync();
+  for (i32 r = warp_index(); r < ranks; r += block_warps()) {
+    const i32 rows = lay_out(a, t, r);
+    if (block_index() == r % grid_blocks()) record(a, t, r, rows);
+  }
   block_sync();
   line_up(a, t);
   block_sync();

@@ -52,8 +52,10 @@ DEV i32 warp_scan(i32 v) {
 DEV void exchange(const PlanArgs& a, const Tables& t) {
   const i32 ranks = a.world.ranks, lane = lane_index();
   i32 total = 0;
+#pragma unroll 1
   for (i32 r = lane; r < ranks; r += WARP) total += t.surplus[r];
   total = warp_sum(total);
+#pragma unroll 1
   for (i32 r = lane; r < ranks; r += WARP) {
     t.surplus[r] -= total / ranks + (r < total % ranks);
     t.giver[r] = -1;
@@ -61,6 +63,7 @@ DEV void exchange(const PlanArgs& a, const Tables& t) {
   }
   for (;;) {
     i32 most = -NONE, least = NONE, giver = NONE, receiver = NONE;
+#pragma unroll 1
     for (i32 r = lane; r < ranks; r += WARP) {
       const i32 s = t.surplus[r];
       if (s > most) most = s, giver = r;
@@ -83,6 +86,7 @@ DEV void exchange(const PlanArgs& a, const Tables& t) {
 DEV i32 link_rows(const PlanArgs& a, const Tables& t, i32 home) {
   const i32 ranks = a.world.ranks, lane = lane_index();
   i32 head = -1, rows = 0;
+#pragma unroll 1
   for (i32 first = (ranks - 1) / WARP * WARP; first >= 0; first -= WARP) {
     const i32 r = first + lane;
     const bool here = r < ranks && (r == home || t.giver[r] == home);
@@ -107,6 +111,7 @@ DEV void serve(const PlanArgs& a, const Tables& t, i32 home) {
   for (;;) {
     if (look_at_ranks) {
       most = 0, receiver = NONE;
+#pragma unroll 1
       for (i32 r = lane; r < ranks; r += WARP)
         if (t.giver[r] == home && t.open[r] > most) most = t.open[r], receiver = r;
     }
@@ -129,41 +134,65 @@ DEV void serve(const PlanArgs& a, const Tables& t, i32 home) {
   }
 }
 
-// A rank's segments: its home experts, then what it takes over in ascending id. One warp; a lane has consecutive segments.
-// Block 0 writes down what they hold.
-DEV void lay_out(const PlanArgs& a, const Tables& t, i32 rank) {
-  const i32 ranks = a.world.ranks, epn = a.experts / ranks, padding = a.token_padding, lane = lane_index();
-  const i32 each = (2 * epn + WARP - 1) / WARP, begin = min(lane * each, 2 * epn), end = min(begin + each, 2 * epn);
-  const i32 over = (ranks + rank) * epn - epn;  // + segment: where its words are, for segments taken over
-  i32 rows = 0, slots = 0;
+DEV i32 padded(const PlanArgs& a, i32 tokens) { return (tokens + a.token_padding - 1) / a.token_padding * a.token_padding; }
+
+// Rows of every segment, where their first row is to be.
+DEV void pad(const PlanArgs& a, const Tables& t) {
+#pragma unroll 1
+  for (i32 i = thread_index(); i < 2 * a.experts; i += block_threads()) t.first[i] = padded(a, t.share[i]);
+}
+
+// A rank's segments lie back to back: its home experts, then what it takes over, in ascending id. One warp; a lane has
+// consecutive segments. Returns the rows of all.
+DEV i32 lay_out(const PlanArgs& a, const Tables& t, i32 rank) {
+  const i32 epn = a.experts / a.world.ranks, each = (2 * epn + WARP - 1) / WARP;
+  const i32 begin = min(lane_index() * each, 2 * epn), end = min(begin + each, 2 * epn);
+  i32* home = t.first + rank * epn;
+  i32* over = t.first + (a.world.ranks + rank - 1) * epn;
+  i32 rows = 0;
+  for (i32 i = begin; i < end; i++) rows += (i < epn ? home : over)[i];
+  const i32 upto = warp_scan(rows);
+  i32 row = upto - rows;
+#pragma unroll 1
   for (i32 i = begin; i < end; i++) {
-    const i32 n = t.share[(i < epn ? rank * epn : over) + i];
-    rows += (n + padding - 1) / padding * padding;
-    slots += i >= epn && n > 0;
+    i32& first = (i < epn ? home : over)[i];
+    const i32 size = first;
+    first = row;
+    row += size;
   }
-  const i32 rows_upto = warp_scan(rows), slots_upto = warp_scan(slots);
-  i32 row = rows_upto - rows, slot = slots_upto - slots;
-  const bool record = block_index() == 0, mine = record && rank == a.world.rank;
-  for (i32 i = begin; i < end; i++) {
-    const i32 at = (i < epn ? rank * epn : over) + i, n = t.share[at];
-    t.first[at] = row;
-    row += (n + padding - 1) / padding * padding;
-    if (i >= epn && n == 0) continue;
-    const i32 segment = i < epn ? i : epn + slot;
-    if (mine) {
-      a.counts[segment] = n;
-      a.cu_seqlens[segment] = row;
-    }
-    if (i < epn) continue;
-    if (record) a.experts_to_copy[rank * epn + slot] = t.giver[rank] * epn + i - epn;
-    slot++;
+  return warp_shfl(upto, WARP - 1);
+}
+
+// Writes down the rank's prefetch slots and, on the rank itself, what its segments hold. The warp of `lay_out`, with its result.
+DEV void record(const PlanArgs& a, const Tables& t, i32 rank, i32 rows) {
+  const i32 epn = a.experts / a.world.ranks, lane = lane_index();
+  const bool mine = rank == a.world.rank;
+  warp_sync();
+#pragma unroll 1
+  for (i32 i = lane; mine && i < epn; i += WARP) {
+    const i32 at = rank * epn + i, n = t.share[at];
+    a.counts[i] = n;
+    a.cu_seqlens[i] = t.first[at] + padded(a, n);
   }
-  const i32 all_rows = warp_shfl(rows_upto, WARP - 1), all_slots = warp_shfl(slots_upto, WARP - 1);
-  for (i32 i = all_slots + lane; record && i < epn; i += WARP) {
-    a.experts_to_copy[rank * epn + i] = -1;
+  i32 slots = 0;
+#pragma unroll 1
+  for (i32 begin = 0; begin < epn; begin += WARP) {
+    const i32 i = begin + lane, at = (a.world.ranks + rank) * epn + i, n = i < epn ? t.share[at] : 0;
+    const u32 used = warp_ballot(n > 0);
+    const i32 slot = slots + popc(used & lanes_below());
+    slots += popc(used);
+    if (n == 0) continue;
+    a.experts_to_copy[rank * epn + slot] = t.giver[rank] * epn + i;
     if (!mine) continue;
-    a.counts[epn + i] = 0;
-    a.cu_seqlens[epn + i] = all_rows;
+    a.counts[epn + slot] = n;
+    a.cu_seqlens[epn + slot] = t.first[at] + padded(a, n);
+  }
+#pragma unroll 1
+  for (i32 slot = slots + lane; slot < epn; slot += WARP) {
+    a.experts_to_copy[rank * epn + slot] = -1;
+    if (!mine) continue;
+    a.counts[epn + slot] = 0;
+    a.cu_seqlens[epn + slot] = rows;
   }
 }
 
