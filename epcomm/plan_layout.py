@@ -43,7 +43,7 @@ def block_threads(experts, ranks, threads=32 * MAX_WARPS):
 
 def shared_bytes(experts, ranks, threads):
     """Shared memory of a block, as plan.cu carves it: words for every expert and warp, expert, and rank."""
-    return 4 * (experts * (threads // 32) + 7 * experts + 8 * ranks + 2)
+    return 4 * (experts * (threads // 32 + 5) + 6 * ranks)
 
 
 def packets_bytes(experts, ranks):

@@ -62,7 +62,7 @@ struct World {
   i32 ranks;
 };
 
-// plan.cu: from every rank's routing to the balanced placement of every entry (DESIGN of the planner: docs/planner.md).
+// plan.cu: from every rank's routing to the balanced placement of every entry (docs/planner.md).
 struct PlanArgs {
   struct World world;
   const void* topk_idx;
