@@ -39,10 +39,13 @@ def run_ranks(ranks, function, *args, timeout=5.0, share=False, **kwargs):
 
     Args:
         timeout: the groups' timeout in seconds.
-        share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test.
+        share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test; so does
+            EPCOMM_TEST_SHARE_GPUS=1, with a timeout for the milliseconds that each hop between them then takes.
     """
     if not on_gpus():
         return run_threads(ranks, function, *args, timeout=timeout, **kwargs)
+    if ranks > device_count() and os.environ.get("EPCOMM_TEST_SHARE_GPUS") == "1":
+        share, timeout = True, max(timeout, 30.0)
     if ranks > device_count() and not share:
         pytest.skip(f"needs {ranks} devices")
     return Pool.of(max(ranks, device_count())).run(ranks, function, args, kwargs, timeout)
