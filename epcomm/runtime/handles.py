@@ -123,12 +123,13 @@ def _find_kind(group):
             reasons.append(f"{kind}: {error}")
         else:
             return kind
-    raise HandleError(f"the {group.device.kind} devices of these ranks cannot share memory; tried {'; '.join(reasons)}")
+    where = f", and the ranks run on {', '.join(hosts.values())}" if len(hosts) > 1 else ""
+    raise HandleError(f"the ranks cannot share memory of their {group.device.kind} devices{where}; tried {'; '.join(reasons)}")
 
 
 def _require_one_place(group, hosts):
     if len(hosts) > 1:
-        raise HandleError(f"file descriptors cannot leave a host, and the ranks run on {', '.join(hosts.values())}")
+        raise HandleError("file descriptors cannot leave a host")
     if len({peer.net_namespace for peer in group.peers}) > 1:
         places = "; ".join(f"rank {rank} in {peer.net_namespace}" for rank, peer in enumerate(group.peers))
         raise HandleError(

@@ -122,7 +122,7 @@ class Mailbox:
     def _late(self, timeout, missing, unsent):
         parts = [f"no descriptor came from rank {_list(missing)}"] if missing else []
         parts += [f"rank {_list(unsent)} took none"] if unsent else []
-        parts += [f"{self._strangers} messages of other users were ignored"] if self._strangers else []
+        parts += [f"{self._strangers} messages of other users ignored"] if self._strangers else []
         return f"{'; '.join(parts)} within {timeout:g} s"
 
 
