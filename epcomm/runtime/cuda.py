@@ -44,10 +44,10 @@ class CudaDevice:
         self.index = index
         self._device = cupy.cuda.Device(index)
         attributes = self._device.attributes
-        major, minor = attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]
-        if 10 * major + minor < _OLDEST:
+        capability = int(self._device.compute_capability)  # ten times the version
+        if capability < _OLDEST:
             name = runtime.getDeviceProperties(index)["name"].decode()
-            raise ValueError(f"{self} ({name}) has compute capability {major}.{minor}; the kernels need 9.0 (Hopper) or later")
+            raise ValueError(f"{self} ({name}) has compute capability {capability / 10}; the kernels need 9.0 (Hopper) or later")
         self.num_sms = attributes["MultiProcessorCount"]
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"]
         self._device.use()
