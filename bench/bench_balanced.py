@@ -111,7 +111,7 @@ def run(group, args):
     _say_pads(session, rows)
     path = session.save(rows, args.out)
     if session.leads:
-        plots.save(figure(rows), path.with_suffix(".png"))
+        plots.save(figure, rows, path.with_suffix(".png"))
     for error in errors + peer_errors:
         print(f"rank {group.rank}: {error}", file=sys.stderr, flush=True)
     return 0 if session.agree(not errors and not peer_errors) else 1

@@ -77,7 +77,7 @@ def run(group, args):
     )
     path = session.save(rows + found, args.out)
     if session.leads:
-        plots.save(figure(rows + found), path.with_suffix(".png"))
+        plots.save(figure, rows + found, path.with_suffix(".png"))
     return 0
 
 

@@ -85,7 +85,7 @@ def run(group, args):
     session.table("planner", _COLUMNS, rows)
     path = session.save(rows, args.out)
     if session.leads:
-        plots.save(figure(rows), path.with_suffix(".png"))
+        plots.save(figure, rows, path.with_suffix(".png"))
     return 0
 
 

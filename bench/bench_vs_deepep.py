@@ -117,7 +117,7 @@ def run(group, args):
     _print(session, rows)
     session.save(rows, args.out.parent, args.out.stem)
     if session.leads:
-        plots.save(figure(rows), args.plot or args.out.with_suffix(".png"))
+        plots.save(figure, rows, args.plot or args.out.with_suffix(".png"))
     for error in errors:
         print(f"rank {group.rank}: {error}", file=sys.stderr, flush=True)
     return 0 if session.agree(not errors) else 1

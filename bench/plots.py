@@ -1,6 +1,6 @@
 """Pictures of result files. What all of them share; each benchmark has a `figure(rows)` made of these."""
 
-import importlib
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,23 +9,28 @@ _HATCHES = ("", "///", "...", "xxx")
 
 
 def draw(path):
-    """The picture of a results file (.json), written beside it as .png. Returns its path.
+    """The picture of a results file (.json), written beside it as .png. Returns its path, or None.
 
     Raises:
         ValueError: not a results file, or its rows mix devices.
-        ImportError: matplotlib is not installed.
     """
     path = Path(path)
-    rows = json.loads(path.read_text())
+    try:
+        rows = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(rows, list) or not rows or not isinstance(rows[0], dict) or "bench" not in rows[0]:
         raise ValueError(f"{path}: not a results file of bench/ (a list of rows with a 'bench' field)")
     figure = importlib.import_module(f"bench.bench_{rows[0]['bench']}").figure
-    return save(figure(rows), path.with_suffix(".png"))
+    return save(figure, rows, path.with_suffix(".png"))
 
 
-def save(picture, path):
-    """Write a picture, and say where it is."""
-    picture.savefig(path, dpi=130)
+def save(figure, rows, path):
+    """Write the picture `figure(rows)`, and say where it is; without matplotlib say that instead."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed (pip install epcomm[bench])", flush=True)
+        return None
+    figure(rows).savefig(path, dpi=130)
     print(f"picture: {path}", flush=True)
     return path
 
