@@ -52,8 +52,8 @@ _TRAINING_COLUMNS = {
 _HP = {"cuda": 2048, "cpu": 256}
 
 
-def main(argv=None):
-    """Runs the benchmark; returns the exit code."""
+def arguments(words=None):
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     workload.add_arguments(parser)
     parser.add_argument("--num-sms", type=int, help=f"SMs of dispatch and combine ({_CUDA_SMS})")
@@ -70,7 +70,12 @@ def main(argv=None):
     harness.add_timing_arguments(parser)
     parser.add_argument("--out", default=harness.RESULTS, help="folder of balanced.json, .csv and .png")
     parser.add_argument("--no-check", action="store_true", help="do not compare with the reference")
-    args = parser.parse_args(argv)
+    return parser.parse_args(words)
+
+
+def main(words=None):
+    """Runs the benchmark; returns the exit code."""
+    args = arguments(words)
     with Group(device=args.device) as group:
         return run(group, args)
 

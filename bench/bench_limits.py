@@ -41,8 +41,8 @@ _FLOOR_COLUMNS = {
 }
 
 
-def main(argv=None):
-    """Runs the benchmark; returns the exit code."""
+def arguments(words=None):
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     workload.add_arguments(parser)
     parser.add_argument("--ranks", type=int, help="ranks of that step (those that run)")
@@ -50,7 +50,12 @@ def main(argv=None):
     parser.add_argument("--routing", default="skewed", help=routings)
     harness.add_timing_arguments(parser)
     parser.add_argument("--out", default=harness.RESULTS, help="folder of limits.json, .csv and .png")
-    args = parser.parse_args(argv)
+    return parser.parse_args(words)
+
+
+def main(words=None):
+    """Runs the benchmark; returns the exit code."""
+    args = arguments(words)
     with Group(device=args.device) as group:
         return run(group, args)
 

@@ -44,8 +44,8 @@ _COLUMNS = {
 }
 
 
-def main(argv=None):
-    """Runs the benchmark; returns the exit code."""
+def arguments(words=None):
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--experts", type=harness.numbers(int), help="64 ... 1024 (fewer values on CPU ranks)"
@@ -58,7 +58,12 @@ def main(argv=None):
     parser.add_argument("--maxvio", type=float, default=1.0, help="skew of the routing (1)")
     harness.add_timing_arguments(parser)
     parser.add_argument("--out", default=harness.RESULTS, help="folder of planning.json, .csv and .png")
-    args = parser.parse_args(argv)
+    return parser.parse_args(words)
+
+
+def main(words=None):
+    """Runs the benchmark; returns the exit code."""
+    args = arguments(words)
     with Group(device=args.device) as group:
         return run(group, args)
 

@@ -57,8 +57,8 @@ _SECONDS = {
 }
 
 
-def main(argv=None):
-    """Runs the benchmark; returns the exit code."""
+def arguments(words=None):
+    """The parsed command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     default = "epcomm nccl deepep_v2; epcomm mpi on CPU ranks"
@@ -73,7 +73,12 @@ def main(argv=None):
         "--out", default=harness.RESULTS / f"{NAME}.csv", type=Path, help="CSV; the JSON is beside it"
     )
     parser.add_argument("--plot", type=Path, help="picture (beside the CSV)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(words)
+
+
+def main(words=None):
+    """Runs the benchmark; returns the exit code."""
+    args = arguments(words)
     with Group(device=args.device) as group:
         return run(group, args)
 

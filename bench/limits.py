@@ -4,6 +4,7 @@ On GPUs the copies are the kernels of `limits.cu` and the copy engine. CPU ranks
 NumPy copies in place of kernels: `push` writes into a peer's shared memory, `pull` reads from it.
 """
 
+import ctypes
 import os
 import time
 from contextlib import contextmanager
@@ -204,10 +205,22 @@ class CudaLimits(_Limits):
 
         return run
 
+    def nothing(self):
+        """An empty kernel, as epcomm launches its own."""
+        from epcomm.runtime._launch import CudaLauncher
+
+        kernel = self.module.get_function("limit_nothing")
+        words = ctypes.c_uint64()  # in the place of the arguments
+        owner = (self.module, kernel, words)
+        context = self.device.xp.cuda.driver.ctxGetCurrent()
+        launcher = CudaLauncher(context, kernel.kernel.ptr, 1, 32, 0, ctypes.addressof(words), owner)
+        return lambda: launcher(self.device.handle(self.device.current_stream()))
+
     def nothing_by_cupy(self):
         """An empty kernel, as CuPy launches it."""
         kernel = self.module.get_function("limit_nothing")
-        return lambda: kernel((1,), (32,), ())
+        word = np.uint64(0)
+        return lambda: kernel((1,), (32,), (word,))
 
     def graph_of_nothing(self, kernels):
         """A CUDA graph of empty kernels, launched once per call."""

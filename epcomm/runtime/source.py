@@ -27,7 +27,7 @@ def kernel_source(name, args_type) -> str:
         raise ValueError(f"no kernel is called {name!r}; there are {', '.join(known)}")
     struct, size = args_type.__name__, ctypes.sizeof(args_type)
     check = f'static_assert(sizeof({struct}) == {size}, "args.h is compiled and parsed differently");'
-    return "\n".join([*_lines(f"{name}.cu", set()), check, ""])
+    return "\n".join([*inlined(f"{name}.cu", set()), check, ""])
 
 
 def kernel_options(block, shape) -> tuple:
@@ -36,8 +36,10 @@ def kernel_options(block, shape) -> tuple:
     return ("--std=c++17", f"-DBLOCK_THREADS={block}", *constants)
 
 
-def _lines(file, seen):
-    """The lines of a file, each of our headers in the place of its first #include; #line keeps messages pointing at the files."""
+def inlined(file, seen):
+    """The lines of a file of kernels_cu (or an absolute path), each of our headers in the place of its first #include; #line keeps
+    messages pointing at the files.
+    """
     seen.add(file)
     yield f'#line 1 "{file}"'
     for number, line in enumerate((kernel_dir() / file).read_text().splitlines(), 1):
@@ -49,5 +51,5 @@ def _lines(file, seen):
         elif include[1] in seen:
             yield ""
         else:
-            yield from _lines(include[1], seen)
+            yield from inlined(include[1], seen)
             yield f'#line {number + 1} "{file}"'
