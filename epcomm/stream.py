@@ -155,7 +155,6 @@ class CallOrder:
             if capturing(device, self._last):
                 return  # an event recorded there now would belong to the capture
             self._record(device, self._last)
-            self._recorded = True
         _driver().wait(device, handle, self._event)
 
     def leave(self, device, handle):

@@ -127,12 +127,12 @@ def test_not_a_communicator():
 
 def _one_is_late(group):
     if group.rank == 1:
-        time.sleep(1.0)
+        time.sleep(3.0)
         return None
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError) as caught:
         group.agree("Buffer", {})
-    assert 0.3 <= time.monotonic() - start < 0.9
+    assert 1.0 <= time.monotonic() - start < 2.5
     with pytest.raises(PeerTimeoutError):  # the ranks' collectives do not match any more
         group.barrier()
     return caught.value
@@ -140,21 +140,21 @@ def _one_is_late(group):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_late_rank_is_named(size):
-    errors = run_threads(size, _one_is_late, timeout=0.3)
+    errors = run_threads(size, _one_is_late, timeout=1.0)
     for rank in set(range(size)) - {1}:
         assert errors[rank].peers == (1,) and errors[rank].rank == rank and errors[rank].operation == "Buffer"
-        assert f"rank {rank} of {size} waited 0.3 s for rank 1 (" in str(errors[rank])
+        assert f"rank {rank} of {size} waited 1 s for rank 1 (" in str(errors[rank])
 
 
 def test_a_late_rank_in_another_process_is_named():
-    first, second = run_processes(2, _late_process, timeout=0.3)
+    first, second = run_processes(2, _late_process, timeout=1.0)
     assert second.error is None and first.error.peers == (1,)
     assert f"pid {second.result} cpu" in str(first.error)
 
 
 def _late_process(group):
     if group.rank == 1:
-        time.sleep(1.5)
+        time.sleep(3.0)
         return os.getpid()
     group.agree("Buffer", {})
 
