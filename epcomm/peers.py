@@ -73,12 +73,10 @@ def describe(device):
         return {"device": "cpu", "device_name": "cpu"}
     from cupy.cuda import runtime
 
-    properties = runtime.getDeviceProperties(device.index)
-    digits = bytes(properties["uuid"])[:16].hex()
     return {
         "device": str(device),
-        "device_name": properties["name"].decode(),
-        "device_uuid": "-".join(digits[a:b] for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))),
+        "device_name": runtime.getDeviceProperties(device.index)["name"].decode(),
+        "device_uuid": device.allocator.uuid,
         "bus_id": runtime.deviceGetPCIBusId(device.index),
     }
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import on_gpus, run_ranks
 
 import epcomm
 from epcomm import choice
@@ -74,7 +75,7 @@ with Group(device="cpu", timeout=20) as group:
     if group.rank == 2:
         time.sleep(100)
     try:
-        group.barrier(timeout=0.5)
+        group.barrier(timeout=2)
     except PeerTimeoutError as error:
         assert error.peers == (2,), error
         open(f"{folder}/rank{group.rank}", "w").close()
@@ -140,3 +141,18 @@ def test_a_process_stays_on_its_gpu(monkeypatch):
     assert choice.gpu_index(1, 1, "aa", [None] * 2) == 1
     with pytest.raises(ValueError, match="cuda:4 was asked for, and 4 GPUs are visible"):
         choice.gpu_index(4, 0, "a", [None])
+
+
+def _devices(group):
+    return [(peer.device, peer.device_uuid, peer.bus_id) for peer in group.peers]
+
+
+def test_peers_know_each_others_devices():
+    first, second = run_ranks(2, _devices)
+    assert first == second
+    if on_gpus():
+        assert [device for device, _, _ in first] == ["cuda:0", "cuda:1"]
+        assert len({uuid for _, uuid, _ in first}) == len({bus for _, _, bus in first}) == 2
+        assert all(len(uuid) == 36 for _, uuid, _ in first)
+    else:
+        assert first == [("cpu", "", "")] * 2

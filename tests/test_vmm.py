@@ -126,6 +126,7 @@ def uuid(index):
 
 def test_reach(driver):
     allocator = Allocator(0)
+    assert allocator.uuid.replace("-", "") == uuid(0).replace("-", "") and len(allocator.uuid) == 36
     assert allocator.reaches(uuid(0)) and allocator.reaches(uuid(1)) and allocator.reaches("00" * 16)
     driver.fake_no_peer_access()
     assert allocator.reaches(uuid(0)) and not allocator.reaches(uuid(1))

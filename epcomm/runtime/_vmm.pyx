@@ -137,6 +137,14 @@ cdef class Allocator:
         prop.location.id = self.index
         return prop
 
+    @property
+    def uuid(self):
+        """The device's UUID as text; CuPy's copy of it ends at the first zero byte."""
+        cdef CUuuid uuid
+        check(driver.cuDeviceGetUuid(&uuid, self.device), "cuDeviceGetUuid")
+        digits = (<char*>&uuid)[: sizeof(uuid)].hex()
+        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
     def reaches(self, device_uuid):
         """Whether this device can use memory of that one (a UUID as text). True if that one is not visible in this process."""
         cdef int count = 0, able = 1
