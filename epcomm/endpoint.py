@@ -112,8 +112,9 @@ class Endpoint:
 
     def _event(self, handle, *arrays):
         """The event of an asynchronous call. The arrays it works on are kept until it is done, whatever the caller drops."""
-        while self._in_flight and self._in_flight[0][0].done:
-            self._in_flight.popleft()
+        if not capturing(self.device, handle):  # an event must not be asked during a capture: that would end it
+            while self._in_flight and self._in_flight[0][0].done:
+                self._in_flight.popleft()
         event = Event(self.device, handle, (self._raise_known,))
         self._in_flight.append((event, arrays))
         return event

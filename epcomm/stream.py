@@ -268,7 +268,10 @@ class Event:
 
     @property
     def done(self):
-        """Whether the call has ended, without waiting. True for a captured call, whose arrays are the graph's user's to keep."""
+        """Whether the call has ended, without waiting. Not to be asked while a stream is being captured.
+
+        True for a captured call: its arrays are kept by the graph's user.
+        """
         return self._captured or self._event is None or self._event.done
 
     def synchronize(self):

@@ -40,7 +40,7 @@ def run_ranks(ranks, function, *args, timeout=5.0, share=False, **kwargs):
     Args:
         timeout: the groups' timeout in seconds.
         share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test; so does
-            EPCOMM_TEST_SHARE_GPUS=1, with a timeout for the milliseconds that each hop between them then takes.
+            EPCOMM_TEST_SHARE_GPUS=1, with a timeout for the milliseconds that a hop between them takes then.
     """
     if not on_gpus():
         return run_threads(ranks, function, *args, timeout=timeout, **kwargs)

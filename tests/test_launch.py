@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import on_gpus, run_ranks
+from ranks import device_count, on_gpus, run_ranks
 
 import epcomm
 from epcomm import choice
@@ -151,8 +151,9 @@ def test_peers_know_each_others_devices():
     first, second = run_ranks(2, _devices)
     assert first == second
     if on_gpus():
-        assert [device for device, _, _ in first] == ["cuda:0", "cuda:1"]
-        assert len({uuid for _, uuid, _ in first}) == len({bus for _, _, bus in first}) == 2
+        devices = min(2, device_count())
+        assert [device for device, _, _ in first] == ["cuda:0", f"cuda:{devices - 1}"]
+        assert len({uuid for _, uuid, _ in first}) == len({bus for _, _, bus in first}) == devices
         assert all(len(uuid) == 36 for _, uuid, _ in first)
     else:
         assert first == [("cpu", "", "")] * 2
