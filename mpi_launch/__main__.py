@@ -1,4 +1,4 @@
-"""`python -m mpi_launch [-n RANKS] [--device cuda|cpu] [--hostfile FILE] [--timeout SECONDS] script.py|-m module [ARGS]`"""
+"""The command line: `python -m mpi_launch [options] (script.py | -m module) [ARGS ...]`."""
 
 import argparse
 import importlib.util
@@ -15,7 +15,8 @@ _HERE = Path(__file__).resolve().parent
 def _parse(words):
     parser = argparse.ArgumentParser(
         prog="python -m mpi_launch",
-        usage="%(prog)s [-n N] [--device cuda|cpu] [--hostfile FILE] [--timeout S] (script.py | -m module) [ARGS ...]",
+        usage="%(prog)s [-n N] [--device cuda|cpu] [--hostfile FILE] [--timeout S] "
+        "(script.py | -m module) [ARGS ...]",
         description="Run a Python program on N ranks through MPI. An exception on one rank ends the job.",
         allow_abbrev=False,
     )
@@ -63,7 +64,8 @@ def _command(ranks, hostfile, exports):
     found = mpirun.find()
     if found is None:
         raise mpirun.LaunchError(
-            f"{ranks} ranks need MPI, and no mpirun is beside {sys.executable} or on PATH: pip install epcomm[mpi]"
+            f"{ranks} ranks need MPI, and no mpirun is beside {sys.executable} or on PATH: "
+            "pip install epcomm[mpi]"
         )
     if importlib.util.find_spec("mpi4py") is None:
         raise mpirun.LaunchError(

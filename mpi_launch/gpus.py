@@ -1,7 +1,7 @@
 """What the CUDA driver of this machine offers, asked through ctypes: nothing needs to be installed.
 
-As a program (`python mpi_launch/gpus.py`) it prints one line: the extra of epcomm that fits the driver (`cuda12`,
-`cuda13`) and the number of usable GPUs, or `none 0`.
+As a program (`python mpi_launch/gpus.py`) it prints one line: the extra of epcomm that fits the driver
+(`cuda12`, `cuda13`) and the number of usable GPUs, or `none 0`.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""A running job: waits for it, ends it at a time limit or a signal, and sees that nothing of it stays behind."""
+"""A running job: waits for it, ends it at a time limit or a signal, and lets nothing of it stay behind."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ class _Signalled(BaseException):
 
 
 def run(words, ranks, timeout=None, variables=None):
-    """Run command `words`; returns its exit code, TIMED_OUT, or 128 + the signal that ended this process's wait.
+    """Run command `words`; returns its exit code, TIMED_OUT, or 128 + the signal that this process got.
 
     Args:
         ranks: number of ranks, for the message at the time limit.
@@ -106,7 +106,7 @@ def _end(process):
 
 
 def _sweep(mark):
-    """Kill every process of this host that was started with `mark` in its environment, whoever its parent is."""
+    """Kill every process of this host that was started with `mark` in its environment."""
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline:
         found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark)]

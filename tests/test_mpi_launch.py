@@ -67,7 +67,8 @@ HELLO = """
 import os, sys
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
-facts = (comm.rank, comm.size, os.environ["EPCOMM_LOCAL_RANK"], os.environ.get("EPCOMM_DEVICE"), __name__, sys.argv[1:])
+environ = os.environ
+facts = (comm.rank, comm.size, environ["EPCOMM_LOCAL_RANK"], environ.get("EPCOMM_DEVICE"), __name__, sys.argv[1:])
 for line in comm.gather(facts) or []:
     print(line)
 """
@@ -130,7 +131,7 @@ def test_killed_rank_ends_the_job(tmp_path):
     assert code not in (0, 124)
 
 
-# Every rank, and a child of it in a session of its own, leaves its process id; ranks of the list then never end.
+# Every rank, and a child of it in a session of its own, leaves its process id; the ranks named never end.
 STUCK = """
 import os, subprocess, sys, time
 from pathlib import Path
