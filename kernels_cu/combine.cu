@@ -168,7 +168,7 @@ DEV void produce(const CombineArgs& a, u32 epoch) {
   const i64 items = (i64)most_tokens(a.num_tokens_per_rank, SHAPE(ranks)) * peers;
   bool entered = false;
   for (i64 item = warp_index() * grid_blocks() + block_index(); item < items; item += warps) {
-    const i32 token = item / peers, peer = item % peers, home = peer + (peer >= me);
+    const i32 token = item / max(peers, 1), peer = item % max(peers, 1), home = peer + (peer >= me);
     if (token >= load_const(a.num_tokens_per_rank + home)) continue;
     i32 row = lane < topk ? load_const(a.rows + ((i64)home * a.capacity + token) * topk + lane) : -1;
     if (!warp_any(row >= 0)) continue;

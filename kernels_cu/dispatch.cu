@@ -112,7 +112,7 @@ DEV void expand(const DispatchArgs& a, u32 epoch) {
   u8* rows = chunk(a.world, me) + a.receive;
   const i64 items = (i64)most_tokens(a.num_tokens_per_rank, SHAPE(ranks)) * peers;
   for (i64 item = warp; item < items; item += warps) {
-    const i32 token = item / peers, peer = item % peers, source = peer + (peer >= me);
+    const i32 token = item / max(peers, 1), peer = item % max(peers, 1), source = peer + (peer >= me);
     if (token >= load_const(a.num_tokens_per_rank + source)) continue;
     if (!warp_all(lane != 0 || wait_until(a.world, flag_of(a, me, source, token), epoch, OP_DISPATCH, source))) return;
     i32* record = record_of(a, me, source, token);

@@ -1,8 +1,8 @@
-"""What every rank runs around the user's program; started by its path: `python -m mpi4py .../_rank.py script.py`.
+"""What every rank runs around the user's program: `python -m mpi4py .../_rank.py script.py ARGS`, by path.
 
 Tells the program its node-local rank, and marks in the launcher's folder that the program runs: a file
-`R.running` with the process id, renamed to `R.finished` when the program ends. A rank that waits in MPI_Finalize
-has finished.
+`R.running` with the process id, renamed to `R.finished` when the program ends. A rank that waits in
+MPI_Finalize has finished.
 """
 
 import os

@@ -14,7 +14,7 @@ class LaunchError(Exception):
 
 
 def find():
-    """Path of mpirun: beside the interpreter first (wheels put it there), then on PATH; None = there is none."""
+    """Path of mpirun, or None: first beside the interpreter (wheels put it there), then on PATH."""
     beside = os.path.dirname(sys.executable)
     for path in (beside, None):
         for name in _NAMES:

@@ -67,9 +67,8 @@ HELLO = """
 import os, sys
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
-environ = os.environ
-facts = (comm.rank, comm.size, environ["EPCOMM_LOCAL_RANK"], environ.get("EPCOMM_DEVICE"), __name__, sys.argv[1:])
-for line in comm.gather(facts) or []:
+told = os.environ["EPCOMM_LOCAL_RANK"], os.environ.get("EPCOMM_DEVICE")
+for line in comm.gather((comm.rank, comm.size, *told, __name__, sys.argv[1:])) or []:
     print(line)
 """
 
