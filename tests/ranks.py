@@ -117,17 +117,12 @@ class Pool:
 
     def run(self, ranks, function, args, kwargs, timeout):
         self.runs += 1
-        results = [None] * ranks
         try:
             for worker in self.workers[:ranks]:
                 worker.send((range(ranks), f"run{self.runs}", function, args, kwargs, timeout))
-            for rank, reply in _replies(self.workers[:ranks], DEADLINE):
-                if reply is None:
-                    raise RuntimeError(f"rank {rank}: its process died")
-                results[rank], error = reply
-                if error is not None:
-                    raise error
-            return results
+            replies = dict(_replies(self.workers[:ranks], DEADLINE, grace=2.0))
+            _raise_cause(replies)
+            return [replies[rank][0] for rank in range(ranks)]
         except BaseException:
             self.close()  # peers of a failed rank are in the middle of something: the next test gets new ones
             raise
@@ -169,20 +164,40 @@ def _stop(workers):
         worker.process.join()
 
 
-def _replies(workers, deadline):
-    """(rank, (result, error)) as workers answer, (rank, None) for one that died; or TimeoutError."""
+def _raise_cause(replies):
+    """Raises the failure that came first; that the pipe to a failed rank broke is a consequence."""
+    errors = [
+        RuntimeError(f"rank {rank}: its process died") if reply is None else reply[1]
+        for rank, reply in replies.items()
+        if reply is None or reply[1] is not None
+    ]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, ConnectionError)), errors[0])
+
+
+def _replies(workers, deadline, grace=None):
+    """(rank, (result, error)) as workers answer, (rank, None) for one that died; or TimeoutError.
+
+    With `grace`, only the answers of so many seconds more once a rank has failed.
+    """
+    failed = False
     end = time.monotonic() + deadline
     pending = {worker.connection: rank for rank, worker in enumerate(workers)}
     while pending:
         ready = wait(list(pending), max(0.0, end - time.monotonic()))
+        if not ready and failed:
+            return
         if not ready:
             raise TimeoutError(f"ranks {sorted(pending.values())} still ran after {deadline:g} s")
         for connection in ready:
             rank = pending.pop(connection)
             try:
-                yield rank, pickle.loads(connection.recv_bytes())
+                reply = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                yield rank, None
+                reply = None
+            if grace is not None and not failed and (reply is None or reply[1] is not None):
+                failed, end = True, time.monotonic() + grace
+            yield rank, reply
 
 
 def _serve(connection, ends, rank, device):
