@@ -113,7 +113,7 @@ class Oracle:
 
     def _combined(self, part):
         xp, x = self.xp, self.x[part]
-        ids = xp.asarray(self.plan.topk_idx[self.rank][part])
+        ids = xp.asarray(self.plan.topk_idx[self.rank][part].astype(np.float32))
         dst = self.mine.dst.reshape(-1, self.topk)[part]
         ranks = xp.asarray(np.where(dst < 0, -1, dst // self.plan.row_capacity))
         values = [expert(x, ids[:, k : k + 1]).astype(np.float32) for k in range(self.topk)]

@@ -94,12 +94,11 @@ class Weights:
 
 
 def _mark(expert, number, projection):
-    """Fills an expert's weights with a pattern of its own; all its values are exact in bfloat16."""
-    flat = expert.reshape(-1)
-    flat[0::2] = number % 128
-    flat[1::2] = number // 128 + 16 * projection
+    """Fills an expert's weights with a pattern of its own."""
+    bits = expert.reshape(-1).view(np.uint16)
+    bits[0::2], bits[1::2] = number, projection
 
 
 def _is_marked(expert, number, projection):
-    flat = expert.reshape(-1)
-    return bool((flat[0::2] == number % 128).all() and (flat[1::2] == number // 128 + 16 * projection).all())
+    bits = expert.reshape(-1).view(np.uint16)
+    return bool((bits[0::2] == number).all() and (bits[1::2] == projection).all())
