@@ -114,6 +114,9 @@ def run(group, args):
             "training; GB/s over the largest receiver or owner", _TRAINING_COLUMNS, rows[: len(cases)]
         )
     _say_pads(session, rows)
+    for row in peer_rows:
+        if libs.quality(row):
+            session.say(f"{row['lib']} at MaxVio {row['max_vio']:.3g}: {libs.quality(row)}")
     path = session.save(rows, args.out)
     if session.leads:
         plots.save(figure, rows, path.with_suffix(".png"))
@@ -162,27 +165,25 @@ def _run_peer(session, shape, cases, epcomm_rows, check_steps):
     library = adapter.Library(group, shape)
     x = workload.on_device(group.device, workload.rows(group.rank, shape))
     weights = workload.on_device(group.device, workload.weights(group.rank, shape))
-    try:
-        with session.progress(len(cases)) as step:
-            for case, beside in zip(cases, epcomm_rows, strict=True):
-                step(f"{name}, MaxVio {case.max_vio:.3g}")
-                topk_idx = workload.on_device(group.device, case.topk_idx[group.rank])
-                library.load(topk_idx, x, weights)
-                found = None
-                out = library.round_trip()
-                if check_steps:
-                    found = check.round_trip_errors(out, x, topk_idx)
-                    errors += [f"{name}, MaxVio {case.max_vio:.3g}: {text}" for text in found]
-                run = library.operations()
-                times = {
-                    key: session.time(run[of])
-                    for key, of in (("plan", "plan"), ("dispatch", "d_b"), ("combine", "c_f"))
-                }
-                row = _row(session, shape, case, name, times, found, shape.num_sms) | library.figures(session)
-                row |= {key: beside[key] for key in ("floor_us", "combine_floor_us")}
-                rows.append(row | _over_floor(row))
-    finally:
-        library.close()
+    with session.progress(len(cases)) as step:
+        for case, beside in zip(cases, epcomm_rows, strict=True):
+            step(f"{name}, MaxVio {case.max_vio:.3g}")
+            topk_idx = workload.on_device(group.device, case.topk_idx[group.rank])
+            library.load(topk_idx, x, weights)
+            found = None
+            out = library.round_trip()
+            if check_steps:
+                found = check.round_trip_errors(out, x, topk_idx)
+                errors += [f"{name}, MaxVio {case.max_vio:.3g}: {text}" for text in found]
+            run = library.operations()
+            times = {
+                key: session.time(run[of])
+                for key, of in (("plan", "plan"), ("dispatch", "d_b"), ("combine", "c_f"))
+            }
+            row = _row(session, shape, case, name, times, found, shape.num_sms) | library.figures(session)
+            row |= {key: beside[key] for key in ("floor_us", "combine_floor_us")}
+            rows.append(row | _over_floor(row))
+    library.close()
     return rows, errors
 
 

@@ -141,28 +141,26 @@ def _run_library(session, shape, name, cases, traffic, rates, step):
     start = time.perf_counter()
     library = libs.module(name).Library(group, shape)
     create_s = time.perf_counter() - start
-    try:
-        for case, moved in zip(cases, traffic, strict=True):
-            step(f"{name}, MaxVio {case.max_vio:.3g}")
-            start = time.perf_counter()
-            topk_idx = workload.on_device(group.device, case.topk_idx[group.rank])
-            library.load(topk_idx, x, weights)
-            wrong = check.round_trip_errors(library.round_trip(), x, topk_idx)
-            errors += [f"{name}, MaxVio {case.max_vio:.3g}: {text}" for text in wrong]
-            prepared = time.perf_counter()
-            row = _row(session, shape, name, case) | _times(session, shape, library)
-            row |= _distances(row, shape, moved, rates)
-            row |= {
-                "solve_s": case.solve_s,
-                "prepare_s": prepared - start,
-                "time_s": time.perf_counter() - prepared,
-            }
-            row |= {"checked": session.agree(not wrong), "note": "floored" if case.floored else ""}
-            rows.append(row)
-    finally:
+    for case, moved in zip(cases, traffic, strict=True):
+        step(f"{name}, MaxVio {case.max_vio:.3g}")
         start = time.perf_counter()
-        library.close()
-        destroy_s = time.perf_counter() - start
+        topk_idx = workload.on_device(group.device, case.topk_idx[group.rank])
+        library.load(topk_idx, x, weights)
+        wrong = check.round_trip_errors(library.round_trip(), x, topk_idx)
+        errors += [f"{name}, MaxVio {case.max_vio:.3g}: {text}" for text in wrong]
+        prepared = time.perf_counter()
+        row = _row(session, shape, name, case) | _times(session, shape, library)
+        row |= _distances(row, shape, moved, rates)
+        row |= {
+            "solve_s": case.solve_s,
+            "prepare_s": prepared - start,
+            "time_s": time.perf_counter() - prepared,
+        }
+        row |= {"checked": session.agree(not wrong), "note": "floored" if case.floored else ""}
+        rows.append(row)
+    start = time.perf_counter()
+    library.close()
+    destroy_s = time.perf_counter() - start
     return [row | {"create_s": create_s, "destroy_s": destroy_s} for row in rows], errors
 
 
@@ -227,12 +225,8 @@ def _print(session, rows):
         row | {name: _cell(row, name) for name in TIMES} for row in rows
     ])  # fmt: skip
     for row in rows:
-        if "permute_gbps" in row:
-            session.say(
-                f"{row['lib']} at MaxVio {row['maxvio']:.3g}: permute {row['permute_us']:.0f} us = "
-                f"{row['permute_gbps'] / 1e3:.2f} TB/s; exchange {row['exchange_us']:.0f} us, "
-                f"bare grouped send/recv of the same rows {row['bare_exchange_us']:.0f} us"
-            )
+        if libs.quality(row):
+            session.say(f"{row['lib']} at MaxVio {row['maxvio']:.3g}: {libs.quality(row)}")
     session.table("seconds", _SECONDS, [row for row in rows if "time_s" in row])
     session.say(_NOTE)
 

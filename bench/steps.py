@@ -29,6 +29,11 @@ class Step:
         )
         self.weights = Weights(self.buffer, shape, prefetch, reduce_grad)
 
+    def close(self):
+        """Collective; not after an exception, when the peers may never come."""
+        self.weights.close()
+        self.buffer.destroy()
+
     def check(self, topk_idx, oracle):
         """One step; what differs from the oracle (check.Oracle), as a list of texts. Collective."""
         buffer = self.buffer
@@ -80,7 +85,3 @@ class Step:
     def _forward(self, topk_idx):
         plan = self.buffer.plan(topk_idx)
         return plan, self.buffer.dispatch(self.x, plan=plan, topk_weights=self.topk_weights, zero_copy=True)
-
-    def close(self):
-        self.weights.close()
-        self.buffer.destroy()

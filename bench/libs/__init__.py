@@ -6,7 +6,7 @@ A module has `missing(group) -> str | None` (why it cannot run here) and a class
     operations() -> {name: function}  those of bench_vs_deepep's plan, d_f, d_b, c_f, c_b, pf that it has
     round_trip() -> [s, H]            dispatch, then combine of the same rows: a token times its valid entries
     figures(session) -> dict          more results of the loaded case
-    close()
+    close()                           collective; not after an exception, when the peers may never come
 
 Every function works on the current stream and may be called any number of times in a row.
 """
@@ -31,3 +31,14 @@ def module(name):
 def peer_of(group):
     """The library that stands beside epcomm in every run on this kind of device."""
     return "nccl" if group.device.kind == "cuda" else "mpi"
+
+
+def quality(row):
+    """How well a library's own exchange does, as a text from the `figures` in its row; None without them."""
+    if "permute_gbps" not in row:
+        return None
+    return (
+        f"permute {row['permute_us']:.0f} us = {row['permute_gbps'] / 1e3:.2f} TB/s; "
+        f"exchange {row['exchange_us']:.0f} us, "
+        f"bare grouped send/recv of the same rows {row['bare_exchange_us']:.0f} us"
+    )
