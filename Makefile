@@ -24,21 +24,27 @@ else
   AND_CUDA := $(comma)$(CUDA)
 endif
 
-SOURCES := pyproject.toml setup.cfg $(wildcard epcomm/runtime/*.pyx epcomm/runtime/*.pxd epcomm/runtime/*.h) \
+SOURCES := pyproject.toml setup.cfg $(wildcard epcomm/runtime/*.pyx epcomm/runtime/*.pxi epcomm/runtime/*.h) \
            $(wildcard kernels_cu/*.cu kernels_cu/*.cuh kernels_cu/*.h kernels_cu/cpu/*)
 
 # bench/ and tests/ are not installed: they are run from here.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench test interop lint clean
+.PHONY: help bench test interop lint clean
 .DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 bench: $(VENV)/has-bench-$(CUDA) $(VENV)/built
 	$(PY) -m mpi_launch -n $(RANKS) --device $(DEVICE) bench/bench_balanced.py
 
 # On a CUDA 12 driver the suite uses that CuPy: only one can be installed.
 test: $(VENV)/has-$(if $(filter cuda12,$(CUDA)),suite,test)-$(CUDA) $(VENV)/built
-	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests
+	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests --ignore tests/interop
+
+interop: $(VENV)/has-interop-$(CUDA) $(VENV)/built
+	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests/interop
 
 lint: $(VENV)/has-lint
 	$(PY) -m ruff check .
@@ -64,7 +70,8 @@ $(VENV)/has-tools: | $(VENV)/bin/python
 $(VENV)/has-bench-$(CUDA): EXTRAS = bench,mpi$(AND_CUDA)
 $(VENV)/has-test-$(CUDA): EXTRAS = test
 $(VENV)/has-suite-$(CUDA): EXTRAS = suite$(AND_CUDA)
-$(VENV)/has-bench-$(CUDA) $(VENV)/has-test-$(CUDA) $(VENV)/has-suite-$(CUDA): pyproject.toml $(VENV)/has-tools
+$(VENV)/has-interop-$(CUDA): EXTRAS = suite,interop$(AND_CUDA)
+$(foreach what,bench test suite interop,$(VENV)/has-$(what)-$(CUDA)): pyproject.toml $(VENV)/has-tools
 	$(PIP) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
