@@ -45,14 +45,17 @@ DEV void add_vector(f32* total, Vec16 v) {
   for (i32 i = 0; i < vector_width<DTYPE>(); i++) total[i] += element[i];
 }
 
+// What is not there is loaded as zeros, which change no sum: sums start at +0 and never become -0.
 template <int COLUMNS, int ROWS>
 DEV void load_rows(Vec16 (&v)[ROWS][COLUMNS], const u8* x, i32 row, i32 done, i32 n, i32 first, i32 vectors, bool whole) {
 #pragma unroll
   for (i32 r = 0; r < ROWS; r++) {
     const u8* source = x + (i64)warp_shfl(row, min(done + r, WARP - 1)) * vectors * 16;
 #pragma unroll
-    for (i32 c = 0; c < COLUMNS; c++)
+    for (i32 c = 0; c < COLUMNS; c++) {
+      v[r][c] = Vec16{0, 0, 0, 0};
       if (done + r < n && (whole || first + c * WARP < vectors)) v[r][c] = load16_const(source + (i64)(first + c * WARP) * 16);
+    }
   }
 }
 
@@ -62,8 +65,10 @@ DEV void load_partials(Vec16 (&v)[PARTIALS][COLUMNS], const u8* pushed, i32 done
   for (i32 p = 0; p < PARTIALS; p++) {
     const u8* source = (const u8*)warp_shfl((u64)pushed, min(done + p, WARP - 1));
 #pragma unroll
-    for (i32 c = 0; c < COLUMNS; c++)
+    for (i32 c = 0; c < COLUMNS; c++) {
+      v[p][c] = Vec16{0, 0, 0, 0};
       if (done + p < remote && (whole || first + c * WARP < vectors)) v[p][c] = load16(source + (i64)(first + c * WARP) * 16);
+    }
   }
 }
 
@@ -72,8 +77,7 @@ template <int DTYPE, int COLUMNS, int PARTIALS>
 DEV void add_partials(f32* total, const Vec16 (&v)[PARTIALS][COLUMNS], i32 c, i32 done, i32 remote, Vec16 mine, i32 below) {
 #pragma unroll
   for (i32 p = 0; p < PARTIALS; p++) {
-    if (done + p >= remote) continue;
-    if (done + p == below) add_vector<DTYPE>(total, mine);
+    if (done + p == below && below < remote) add_vector<DTYPE>(total, mine);
     add_vector<DTYPE>(total, v[p][c]);
   }
 }
@@ -98,15 +102,13 @@ DEV void sum_columns(const u8* x, u8* target, i32 vectors, i32 row, i32 n, const
     for (i32 c = 0; c < COLUMNS; c++) {
       f32 sum[WIDTH] = {}, total[WIDTH] = {};
 #pragma unroll
-      for (i32 r = 0; r < ROWS; r++)
-        if (r < n) add_vector<DTYPE>(sum, own[r][c]);
+      for (i32 r = 0; r < ROWS; r++) add_vector<DTYPE>(sum, own[r][c]);
       if constexpr (COLUMNS == 1) {
 #pragma unroll 1
         for (i32 done = ROWS; done < n; done += ROWS) {
           load_rows<COLUMNS, ROWS>(own, x, row, done, n, first, vectors, whole);
 #pragma unroll
-          for (i32 r = 0; r < ROWS; r++)
-            if (done + r < n) add_vector<DTYPE>(sum, own[r][0]);
+          for (i32 r = 0; r < ROWS; r++) add_vector<DTYPE>(sum, own[r][0]);
         }
       }
       const Vec16 mine = pack<DTYPE>(sum);
