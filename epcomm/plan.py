@@ -1,10 +1,14 @@
 """Plan: what the planner decided for one routing, as arrays that stay on the device."""
 
+import math
+
 import numpy as np
+
+from .layout import align
 
 
 class PlanLayout:
-    """Offsets, in int32 words, of a plan's arrays in its one allocation. Every array starts on 16 bytes."""
+    """Where a plan's arrays lie in its one allocation of int32. Every array starts on 16 bytes."""
 
     def __init__(self, ranks, num_tokens, num_topk, num_experts):
         experts_per_rank = num_experts // ranks
@@ -15,11 +19,14 @@ class PlanLayout:
             "experts_to_copy": (ranks, experts_per_rank),
             "rows": (ranks, num_tokens, num_topk),
         }
-        self.offsets = {}
+        self.offsets = {}  # in bytes
+        self.slices = {}
         self.words = 0
         for name, shape in self.shapes.items():
-            self.offsets[name] = self.words
-            self.words += -(-int(np.prod(shape)) // 4) * 4
+            size = math.prod(shape)
+            self.offsets[name] = 4 * self.words
+            self.slices[name] = slice(self.words, self.words + size)
+            self.words += align(size, 4)
         self.num_topk = num_topk  # dst, whose length is the step's, comes last
 
 
@@ -54,12 +61,12 @@ class Plan:
         self._address = buffer.device.pointer(self._slab)
 
     def _pointer(self, name):
-        return self._address + 4 * self._layout.offsets[name]
+        return self._address + self._layout.offsets[name]
 
     def _array(self, name):
+        flat = self._slab[self._layout.slices[name]]
         shape = self._layout.shapes[name]
-        first = self._layout.offsets[name]
-        return self._slab[first : first + int(np.prod(shape))].reshape(shape)
+        return flat if len(shape) == 1 else flat.reshape(shape)
 
     @property
     def _dst_pointer(self):
