@@ -18,9 +18,11 @@ class Launched(ctypes.Structure):
     """What the last cuLaunchKernelEx got."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("_stream", ctypes.c_uint64),
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("_stream", ctypes.c_uint64),
         ("_attributes", ctypes.c_uint64), ("_count", ctypes.c_uint),
-        ("function", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("bytes", ctypes.c_uint8 * 16), ("context", ctypes.c_uint64),
+        ("function", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("bytes", ctypes.c_uint8 * 16),
+        ("context", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -28,7 +30,17 @@ class Launched(ctypes.Structure):
 def _library():
     path = Path(tempfile.mkdtemp(prefix="epcomm-fake-")) / "libcuda.so"
     include = HERE.parent / "epcomm" / "runtime"
-    command = ["cc", "-O1", "-shared", "-fPIC", f"-I{include}", "-o", path, HERE / "fake_driver.c", "-lpthread"]
+    command = [
+        "cc",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-I{include}",
+        "-o",
+        path,
+        HERE / "fake_driver.c",
+        "-lpthread",
+    ]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(path))
     library.fake_log.restype = ctypes.c_char_p

@@ -25,7 +25,14 @@ def header_folder():
 
 
 def compile_types(runtime):
-    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{header_folder()}", f"-I{runtime}", HERE / "driver_types.cpp"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-fsyntax-only",
+        f"-I{header_folder()}",
+        f"-I{runtime}",
+        HERE / "driver_types.cpp",
+    ]
     return subprocess.run(command, capture_output=True, text=True)
 
 

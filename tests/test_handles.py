@@ -27,7 +27,7 @@ def no_descriptor_is_lost():
 
 
 def exchange_all(ranks, timeout=10.0, late=()):
-    """Every rank, a thread each, hands out a descriptor of its own; returns what rank r got of rank s, or r's error."""
+    """Every rank, a thread each, hands out a descriptor of its own; returns what each got, or its error."""
     mailboxes = [Mailbox() for _ in range(ranks)]
     names = [mailbox.name for mailbox in mailboxes]
     own = [os.memfd_create(f"rank-{rank}") for rank in range(ranks)]
@@ -58,7 +58,9 @@ def exchange_all(ranks, timeout=10.0, late=()):
     return results, expected
 
 
-@pytest.mark.parametrize("ranks, late", [(1, ()), (2, ()), (3, (1,)), (24, ()), (24, (0,)), (24, range(1, 24))])
+@pytest.mark.parametrize(
+    "ranks, late", [(1, ()), (2, ()), (3, (1,)), (24, ()), (24, (0,)), (24, range(1, 24))]
+)
 def test_everybody_gets_everybodys_descriptor(ranks, late):
     results, own = exchange_all(ranks, late=late)
     for rank, got in enumerate(results):
@@ -78,7 +80,9 @@ def test_a_rank_that_sends_nothing_is_named_in_time():
 def test_a_rank_that_has_gone_is_named():
     with Mailbox() as mine:
         descriptor = os.memfd_create("mine")
-        with pytest.raises(HandleError, match="rank 1 does not listen: it has failed, or runs in another network namespace"):
+        with pytest.raises(
+            HandleError, match="rank 1 does not listen: it has failed, or runs in another network namespace"
+        ):
             mine.exchange(0, [mine.name, f"epcomm-{secrets.token_hex(16)}"], descriptor, 5)
         os.close(descriptor)
 
@@ -90,7 +94,9 @@ def test_a_full_mailbox_is_named():
             while True:
                 flood.sendto(b"x", f"\0{full.name}")
         descriptor = os.memfd_create("mine")
-        with pytest.raises(HandleError, match=r"no descriptor came from rank 1; rank 1 took none within 0.2 s"):
+        with pytest.raises(
+            HandleError, match=r"no descriptor came from rank 1; rank 1 took none within 0.2 s"
+        ):
             mine.exchange(0, [mine.name, full.name], descriptor, 0.2)
         os.close(descriptor)
 
@@ -121,7 +127,9 @@ def test_messages_that_are_no_rank_s_are_ignored():
 def test_messages_of_other_users_are_ignored(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     for result in exchange_all(2, timeout=0.2)[0]:
-        assert "no descriptor came from rank" in str(result) and "1 messages of other users ignored" in str(result)
+        assert "no descriptor came from rank" in str(result) and "1 messages of other users ignored" in str(
+            result
+        )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -146,7 +154,9 @@ def test_a_real_other_user_gets_nothing_in():
 
 def kind_and_size(group):
     chunks = share(group, group.device.allocator.granularity)
-    return handle_kind(group), [chunk.size for chunk in chunks] == [group.device.allocator.granularity] * group.size
+    return handle_kind(group), [chunk.size for chunk in chunks] == [
+        group.device.allocator.granularity
+    ] * group.size
 
 
 def test_all_ranks_find_the_same_kind():
@@ -178,14 +188,19 @@ def test_a_wish_that_cannot_be_had(monkeypatch, wish, error, message):
 def elsewhere(group, **fields):
     """Rank r's record with the r-th of `fields`."""
     group.peers = tuple(
-        dataclasses.replace(peer, **{name: values[rank] for name, values in fields.items()}) for rank, peer in enumerate(group.peers)
+        dataclasses.replace(peer, **{name: values[rank] for name, values in fields.items()})
+        for rank, peer in enumerate(group.peers)
     )
     return failure(group, HandleError)
 
 
 def test_ranks_in_several_network_namespaces_are_told_so():
     for text in run_threads(2, elsewhere, net_namespace=[11, 22], timeout=5):
-        assert "between network namespaces" in text and "rank 0 in 11; rank 1 in 22" in text and "--network=host" in text
+        assert (
+            "between network namespaces" in text
+            and "rank 0 in 11; rank 1 in 22" in text
+            and "--network=host" in text
+        )
 
 
 def test_cpu_ranks_on_several_hosts_are_told_so(monkeypatch):
@@ -204,12 +219,16 @@ def test_devices_that_cannot_reach_each_other_are_named():
 
         group.device.allocator = Allocator()
         group.peers = tuple(
-            dataclasses.replace(peer, device=f"cuda:{rank}", device_uuid=str(rank)) for rank, peer in enumerate(group.peers)
+            dataclasses.replace(peer, device=f"cuda:{rank}", device_uuid=str(rank))
+            for rank, peer in enumerate(group.peers)
         )
         with pytest.raises(HandleError) as caught:
             check_peers(group)
         return str(caught.value)
 
     for text in run_threads(3, check, timeout=5):
-        assert "of rank 0 cannot map memory of cuda:2 of rank 2" in text and "of rank 2 cannot map memory of cuda:0" in text
+        assert (
+            "of rank 0 cannot map memory of cuda:2 of rank 2" in text
+            and "of rank 2 cannot map memory of cuda:0" in text
+        )
         assert "rank 1" not in text

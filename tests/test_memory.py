@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from ranks import run_ranks
+from ranks import run_processes, run_ranks
 
 from epcomm.errors import DriverError, PeerTimeoutError
 from epcomm.runtime import _memfd
@@ -58,6 +58,12 @@ def test_ranks_write_into_each_others_chunks(ranks):
         assert wrote == (rank - 1) % ranks
 
 
+def test_ranks_that_are_processes():
+    for rank, outcome in enumerate(run_processes(3, exchange, 100_000)):
+        assert outcome.error is None
+        assert outcome.result[1] == [1000 * source + rank for source in range(3)]
+
+
 def test_more_ranks_than_a_socket_queues_messages():
     for rank, (_, got, _, _) in enumerate(run_threads(16, exchange, 4096, timeout=20)):
         assert got == [1000 * source + rank for source in range(16)]
@@ -87,7 +93,9 @@ def places(group):
     assert symmetric.base % granularity == 0
     for rank in range(group.size):
         assert symmetric.pointer(rank, 24) == symmetric.base + rank * symmetric.stride + 24
-        assert group.device.pointer(symmetric.array(24, (3,), np.float32, rank)) == symmetric.pointer(rank, 24)
+        assert group.device.pointer(symmetric.array(24, (3,), np.float32, rank)) == symmetric.pointer(
+            rank, 24
+        )
     assert group.device.pointer(symmetric.array(0, (1,), np.uint8)) == symmetric.pointer(group.rank)
     array = symmetric.array(64, (4, 5), np.float32)
     assert (array.shape, array.dtype, array.flags.c_contiguous) == ((4, 5), np.float32, True)
@@ -99,7 +107,10 @@ def places(group):
         (lambda: symmetric.pointer(0, end), f"offset: expected 0 ... {end - 1}"),
         (lambda: symmetric.array(2, (1,), np.float32), "multiple of the item size 4, got 2"),
         (lambda: symmetric.array(-4, (1,), np.float32), "offset: expected 0"),
-        (lambda: symmetric.array(end - 4, (2,), np.float32), f"ends at {end + 4}, behind the chunk's {end} bytes"),
+        (
+            lambda: symmetric.array(end - 4, (2,), np.float32),
+            f"ends at {end + 4}, behind the chunk's {end} bytes",
+        ),
     ]:
         with pytest.raises(ValueError) as caught:
             call()
@@ -311,5 +322,3 @@ def test_wrong_granularity():
     for granularity in (0, 100, -4096):
         with pytest.raises(ValueError, match="multiple of the page size"):
             _memfd.Allocator(granularity)
-
-

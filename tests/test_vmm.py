@@ -1,4 +1,4 @@
-"""CUDA memory against a fake driver: every step undone when a later one fails, both kinds of handle, the launcher."""
+"""CUDA memory and launches against a fake driver: failing steps undo those before; both kinds of handle."""
 
 import ctypes
 import dataclasses
@@ -9,11 +9,11 @@ import threading
 
 import numpy as np
 import pytest
+from epcomm.runtime._launch import CudaLauncher
+from epcomm.runtime._vmm import Allocator
 from fake import fake_driver, live
 
 from epcomm.errors import DriverError, HandleError
-from epcomm.runtime._launch import CudaLauncher
-from epcomm.runtime._vmm import Allocator
 from epcomm.runtime.handles import check_peers, handle_kind
 from epcomm.runtime.mapped import MappedRange
 from epcomm.runtime.symmetric import SymmetricMemory
@@ -196,7 +196,9 @@ def no_kind(group, library):
 
 def test_every_kind_is_named_with_its_reason_where_none_works(driver):
     for message in run_threads(2, no_kind, driver, timeout=10):
-        assert "fd: " in message and "fabric: " in message and "rank 1: cuMemExportToShareableHandle" in message
+        assert (
+            "fd: " in message and "fabric: " in message and "rank 1: cuMemExportToShareableHandle" in message
+        )
     gc.collect()
     assert live(driver)["allocations"] == live(driver)["mappings"] == 0
 
@@ -207,7 +209,8 @@ def test_devices_that_cannot_reach_each_other_are_named(driver):
     def check(group):
         on_fake_gpus(group)
         group.peers = tuple(
-            dataclasses.replace(peer, device=f"cuda:{rank % 2}", device_uuid=uuid(rank % 2)) for rank, peer in enumerate(group.peers)
+            dataclasses.replace(peer, device=f"cuda:{rank % 2}", device_uuid=uuid(rank % 2))
+            for rank, peer in enumerate(group.peers)
         )
         with pytest.raises(HandleError) as caught:
             check_peers(group)

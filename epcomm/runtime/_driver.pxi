@@ -53,13 +53,18 @@ cdef extern from "_driver.h" nogil:
         CUresult (*cuCtxPopCurrent)(CUcontext*) noexcept nogil
         CUresult (*cuCtxSynchronize)() noexcept nogil
         CUresult (*cuMemGetAllocationGranularity)(size_t*, const CUmemAllocationProp*, int) noexcept nogil
-        CUresult (*cuMemCreate)(CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long) noexcept nogil
+        CUresult (*cuMemCreate)(
+            CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long
+        ) noexcept nogil
         CUresult (*cuMemRelease)(CUmemGenericAllocationHandle) noexcept nogil
-        CUresult (*cuMemExportToShareableHandle)(void*, CUmemGenericAllocationHandle, int, unsigned long long) noexcept nogil
+        CUresult (*cuMemExportToShareableHandle)(
+            void*, CUmemGenericAllocationHandle, int, unsigned long long) noexcept nogil
         CUresult (*cuMemImportFromShareableHandle)(CUmemGenericAllocationHandle*, void*, int) noexcept nogil
-        CUresult (*cuMemAddressReserve)(CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long) noexcept nogil
+        CUresult (*cuMemAddressReserve)(
+            CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long) noexcept nogil
         CUresult (*cuMemAddressFree)(CUdeviceptr, size_t) noexcept nogil
-        CUresult (*cuMemMap)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) noexcept nogil
+        CUresult (*cuMemMap)(
+            CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long) noexcept nogil
         CUresult (*cuMemUnmap)(CUdeviceptr, size_t) noexcept nogil
         CUresult (*cuMemSetAccess)(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) noexcept nogil
         CUresult (*cuMemsetD8)(CUdeviceptr, unsigned char, size_t) noexcept nogil
@@ -74,7 +79,7 @@ cdef extern from "_driver.h" nogil:
 
 
 def _load(library="libcuda.so.1"):
-    """Fills this module's driver table from a library; called by itself on first use. Tests load their own."""
+    """Fills this module's driver table from a library, on first use. Tests load their own."""
     cdef char message[512]
     if driver_load(library.encode(), message, sizeof(message)) < 0:
         raise DriverError(message.decode())

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Launching a CUDA kernel whose one parameter is a struct, at the price of little more than the driver call."""
+"""Launching a CUDA kernel whose one parameter is a struct, for little more than the driver call takes."""
 
 cimport cython
 from libc.stdint cimport uintptr_t
@@ -34,8 +34,8 @@ cdef class CudaLauncher:
     cdef object owner
 
     def __init__(
-        self, uintptr_t context, uintptr_t function, unsigned int grid, unsigned int block, unsigned int shared,
-        uintptr_t address, owner,
+        self, uintptr_t context, uintptr_t function, unsigned int grid, unsigned int block,
+        unsigned int shared, uintptr_t address, owner,
     ):
         need_driver()
         self.context = <CUcontext>context
@@ -58,13 +58,14 @@ cdef class CudaLauncher:
     cdef prepare(self, unsigned int block, unsigned int shared):
         cdef int allowed = 0
         cdef int attribute = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cdef CUresult result
         check(driver.cuFuncGetAttribute(&allowed, attribute, self.function), "cuFuncGetAttribute")
         if <int>shared > allowed:  # raised only: another launcher of the function may need more than this one
-            check(driver.cuFuncSetAttribute(self.function, attribute, shared), f"cuFuncSetAttribute: {shared} bytes of shared memory")
-        check(
-            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(&self.blocks_per_sm, self.function, block, shared),
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-        )
+            result = driver.cuFuncSetAttribute(self.function, attribute, shared)
+            check(result, f"cuFuncSetAttribute: {shared} bytes of shared memory")
+        cdef int* blocks = &self.blocks_per_sm
+        result = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, self.function, block, shared)
+        check(result, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
 
     def __call__(self, uintptr_t stream):
         cdef CUlaunchConfig config = self.config  # a copy: threads may launch at the same time

@@ -1,9 +1,10 @@
 # cython: language_level=3
 """Memory of CPU ranks, with the surface of _vmm: memfds, mapped into ranges of reserved addresses.
 
-Three owners, each knowing its own undo: an Allocation has pages (a sealed memfd: sparse, zeroed, gone with its last descriptor
-and mapping), a Reservation has addresses, a Mapping shows an allocation's pages at some of them. A mapping keeps its
-reservation alive and pages outlive their allocation while they are mapped, so letting go of the objects in any order is right.
+Three owners, each knowing its own undo: an Allocation has pages (a sealed memfd: sparse, zeroed, gone with
+its last descriptor and mapping), a Reservation has addresses, a Mapping shows an allocation's pages at some
+of them. A mapping keeps its reservation alive and pages outlive their allocation while they are mapped, so
+letting go of the objects in any order is right.
 """
 
 import fcntl
@@ -13,14 +14,17 @@ import os
 cimport cython
 from libc.stdint cimport uintptr_t
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE,
-    mmap as c_mmap, munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED,
+    PROT_NONE, PROT_READ, PROT_WRITE, mmap as c_mmap, munmap,
 )
 from posix.unistd cimport close as c_close
 
 from ..errors import DriverError
 
+# No peer can pull the pages from under the others.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+cdef int RESERVED = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
 
 
 def _failed(call, OSError error, detail):
@@ -72,7 +76,7 @@ cdef class Mapping:
 
     def __dealloc__(self):
         if self.size:  # the addresses stay reserved
-            c_mmap(<void*>self.address, self.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0)
+            c_mmap(<void*>self.address, self.size, PROT_NONE, RESERVED | MAP_FIXED, -1, 0)
 
 
 @cython.final
@@ -87,7 +91,9 @@ cdef class Allocator:
 
     def __init__(self, granularity=mmap.PAGESIZE):
         if granularity <= 0 or granularity % mmap.PAGESIZE:
-            raise ValueError(f"granularity: expected a multiple of the page size {mmap.PAGESIZE}, got {granularity}")
+            raise ValueError(
+                f"granularity: expected a multiple of the page size {mmap.PAGESIZE}, got {granularity}"
+            )
         self.granularity = granularity
 
     def reaches(self, device_uuid):
@@ -96,7 +102,8 @@ cdef class Allocator:
 
     def _whole(self, name, nbytes):
         if nbytes <= 0 or nbytes % self.granularity:
-            raise ValueError(f"{name}: expected a positive multiple of {self.granularity} bytes, got {nbytes}")
+            unit = self.granularity
+            raise ValueError(f"{name}: expected a positive multiple of {unit} bytes, got {nbytes}")
 
     def allocate(self, nbytes, kind):
         """New zeroed pages that can be exported as `kind`, which is "fd" on the CPU."""
@@ -107,14 +114,14 @@ cdef class Allocator:
         try:
             allocation.fd = os.memfd_create("epcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(allocation.fd, nbytes)
-            fcntl.fcntl(allocation.fd, fcntl.F_ADD_SEALS, _SEALS)  # no peer can pull the pages from under the others
+            fcntl.fcntl(allocation.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             raise _failed("memfd_create", error, f"{nbytes} bytes") from None
         allocation.size = nbytes
         return allocation
 
     def open(self, handle, nbytes, kind):
-        """The pages behind a handle of `kind` that another rank exported; the handle stays the caller's to close."""
+        """The pages behind a handle that another rank exported as `kind`; closing it is the caller's."""
         cdef Allocation allocation = Allocation.__new__(Allocation)
         try:
             size = os.fstat(handle).st_size
@@ -134,7 +141,7 @@ cdef class Allocator:
             raise ValueError(f"alignment: expected a power of two, got {align}")
         cdef size_t spare = align - <size_t>mmap.PAGESIZE
         cdef Reservation reservation = Reservation.__new__(Reservation)
-        cdef void* start = c_mmap(NULL, size + spare, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        cdef void* start = c_mmap(NULL, size + spare, PROT_NONE, RESERVED, -1, 0)
         if start == MAP_FAILED:
             raise DriverError(f"mmap: no {size + spare} bytes of free addresses")
         head = (align - <uintptr_t>start % align) % align
@@ -147,18 +154,19 @@ cdef class Allocator:
         return reservation
 
     def map(self, Reservation reservation not None, offset, Allocation allocation not None):
-        """Shows the whole allocation `offset` bytes into the reservation, readable and writable, shared with all who map it.
+        """Shows the whole allocation, readable and writable, `offset` bytes into the reservation.
 
         An allocation may be mapped any number of times.
         """
         if offset < 0 or offset % self.granularity or offset + allocation.size > reservation.size:
             raise ValueError(
-                f"offset: expected a multiple of {self.granularity} bytes that leaves room for {allocation.size} in "
-                f"{reservation.size}, got {offset}"
+                f"offset: expected a multiple of {self.granularity} bytes that leaves room for "
+                f"{allocation.size} in {reservation.size}, got {offset}"
             )
         cdef uintptr_t address = reservation.address + <size_t>offset
         cdef Mapping mapping = Mapping.__new__(Mapping)
-        if c_mmap(<void*>address, allocation.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, allocation.fd, 0) == MAP_FAILED:
+        cdef int access = PROT_READ | PROT_WRITE, flags = MAP_SHARED | MAP_FIXED
+        if c_mmap(<void*>address, allocation.size, access, flags, allocation.fd, 0) == MAP_FAILED:
             raise DriverError(f"mmap: cannot map {allocation.size} bytes at {address:#x}")
         mapping.address = address
         mapping.size = allocation.size

@@ -1,10 +1,10 @@
 # cython: language_level=3
-"""Memory of CUDA devices, with the surface of _memfd: physical pages, mapped into ranges of reserved addresses.
+"""Memory of CUDA devices, with the surface of _memfd: pages, mapped into ranges of reserved addresses.
 
-Three owners, each knowing its own undo: an Allocation has pages, a Reservation has addresses, a Mapping shows an allocation's
-pages at some of them. A mapping keeps its reservation alive and the driver keeps pages while they are mapped, so letting go of
-the objects in any order is right, and steps that were done before one failed undo themselves. Unmapping does not wait for
-kernels: whoever lets go of a mapping has waited for them.
+Three owners, each knowing its own undo: an Allocation has pages, a Reservation has addresses, a Mapping shows
+an allocation's pages at some of them. A mapping keeps its reservation alive and the driver keeps pages while
+they are mapped, so letting go of the objects in any order is right, and steps that were done before one
+failed undo themselves. Unmapping does not wait for kernels: whoever lets go of a mapping has waited for them.
 
 The package builds and imports without CUDA; the driver is looked for when the first Allocator is made.
 """
@@ -21,7 +21,7 @@ _KINDS = {"fd": CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, "fabric": CU_MEM_HANDL
 
 
 cdef void report(CUresult result, str call) noexcept:
-    """For undoing steps: prints what cannot be raised there. At its end the process has undone everything already."""
+    """For undoing steps: prints what cannot be raised there. A process that ends has undone everything."""
     if result != CUDA_ERROR_DEINITIALIZED:
         check(result, call)
 
@@ -42,7 +42,7 @@ cdef class Allocation:
             report(result, "cuMemRelease")
 
     def export(self):
-        """A handle of the pages that another process can open: a file descriptor, which the caller closes, or 64 bytes."""
+        """A handle of the pages for other processes: a descriptor, which the caller closes, or 64 bytes."""
         cdef CUmemFabricHandle fabric
         cdef int descriptor = -1
         cdef CUresult result
@@ -114,8 +114,8 @@ cdef class Allocator:
         self.index = index
         check(driver.cuDeviceGet(&self.device, self.index), f"cuDeviceGet({index})")
         cdef CUmemAllocationProp prop = self.properties(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-        cdef CUresult result
-        result = driver.cuMemGetAllocationGranularity(&self.granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+        cdef int option = CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        cdef CUresult result = driver.cuMemGetAllocationGranularity(&self.granularity, &prop, option)
         check(result, "cuMemGetAllocationGranularity")
         with nogil:
             result = driver.cuDevicePrimaryCtxRetain(&self.context, self.device)
@@ -146,7 +146,7 @@ cdef class Allocator:
         return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
     def reaches(self, device_uuid):
-        """Whether this device can use memory of that one (a UUID as text). True if that one is not visible in this process."""
+        """Whether this device can use memory of that one (a UUID as text); True for one not visible here."""
         cdef int count = 0, able = 1
         cdef CUdevice other
         cdef CUuuid uuid
@@ -175,7 +175,7 @@ cdef class Allocator:
         return allocation
 
     def open(self, handle, nbytes, kind):
-        """The pages behind a handle of `kind` that another rank exported; a descriptor stays the caller's to close."""
+        """The pages behind a handle that another rank exported as `kind`; closing it is the caller's."""
         cdef Allocation allocation = Allocation.__new__(Allocation)
         cdef CUmemFabricHandle fabric
         cdef void* source
@@ -209,14 +209,14 @@ cdef class Allocator:
         return reservation
 
     def map(self, Reservation reservation not None, offset, Allocation allocation not None):
-        """Shows the whole allocation `offset` bytes into the reservation, readable and writable for this device.
+        """Shows the whole allocation, readable and writable, `offset` bytes into the reservation.
 
         An allocation may be mapped any number of times.
         """
         if offset < 0 or offset % self.granularity or offset + allocation.size > reservation.size:
             raise ValueError(
-                f"offset: expected a multiple of {self.granularity} bytes that leaves room for {allocation.size} in "
-                f"{reservation.size}, got {offset}"
+                f"offset: expected a multiple of {self.granularity} bytes that leaves room for "
+                f"{allocation.size} in {reservation.size}, got {offset}"
             )
         cdef Mapping mapping = Mapping.__new__(Mapping)
         cdef CUdeviceptr address = reservation.address + <size_t>offset
@@ -238,7 +238,8 @@ cdef class Allocator:
 
     def _whole(self, name, nbytes):
         if nbytes <= 0 or nbytes % self.granularity:
-            raise ValueError(f"{name}: expected a positive multiple of {self.granularity} bytes, got {nbytes}")
+            unit = self.granularity
+            raise ValueError(f"{name}: expected a positive multiple of {unit} bytes, got {nbytes}")
 
     cdef _zero(self, Mapping mapping):
         """Zeroes the pages and waits for it, before anybody else can see them."""

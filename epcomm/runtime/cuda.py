@@ -1,4 +1,4 @@
-"""The CUDA device: CuPy arrays and streams, kernels compiled by NVRTC through CuPy and launched through the driver."""
+"""The CUDA device: CuPy arrays and streams, kernels compiled through CuPy and launched through the driver."""
 
 import ctypes
 
@@ -47,7 +47,10 @@ class CudaDevice:
         capability = int(self._device.compute_capability)  # ten times the version
         if capability < _OLDEST:
             name = runtime.getDeviceProperties(index)["name"].decode()
-            raise ValueError(f"{self} ({name}) has compute capability {capability / 10}; the kernels need 9.0 (Hopper) or later")
+            raise ValueError(
+                f"{self} ({name}) has compute capability {capability / 10}; the kernels need 9.0 (Hopper) or "
+                "later"
+            )
         self.num_sms = attributes["MultiProcessorCount"]
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"]
         self._device.use()
@@ -77,17 +80,23 @@ class CudaDevice:
             ValueError: no such kernel, too much shared memory, or more blocks than can run at once.
         """
         if shared > self.max_shared:
-            raise ValueError(f"kernel {name}: {shared} bytes of shared memory, a block has at most {self.max_shared}")
+            raise ValueError(
+                f"kernel {name}: {shared} bytes of shared memory, a block has at most {self.max_shared}"
+            )
         with self._device:
-            module = cupy.RawModule(code=kernel_source(name, type(args)), options=kernel_options(block, shape or {}))
+            module = cupy.RawModule(
+                code=kernel_source(name, type(args)), options=kernel_options(block, shape or {})
+            )
             kernel = module.get_function(name)
             function = kernel.kernel.ptr
-        launcher = CudaLauncher(self._context, function, grid, block, shared, ctypes.addressof(args), (module, kernel, args))
+        launcher = CudaLauncher(
+            self._context, function, grid, block, shared, ctypes.addressof(args), (module, kernel, args)
+        )
         resident = launcher.blocks_per_sm * self.num_sms
         if grid > resident:
             raise ValueError(
-                f"kernel {name}: its blocks wait for each other, and of {grid} with {block} threads and {shared} bytes of shared "
-                f"memory only {resident} run at once on {self}"
+                f"kernel {name}: its blocks wait for each other, and of {grid} with {block} threads and "
+                f"{shared} bytes of shared memory only {resident} run at once on {self}"
             )
         return launcher
 
@@ -142,14 +151,18 @@ class CudaDevice:
     def copy(self, dst, src, handle):
         """Copies array `src` into `dst` on a stream, without waiting for it."""
         with self._device:
-            if src.flags.c_contiguous and dst.flags.c_contiguous and (src.dtype, src.shape) == (dst.dtype, dst.shape):
+            if (
+                src.flags.c_contiguous
+                and dst.flags.c_contiguous
+                and (src.dtype, src.shape) == (dst.dtype, dst.shape)
+            ):
                 runtime.memcpyAsync(dst.data.ptr, src.data.ptr, src.nbytes, runtime.memcpyDefault, handle)
             else:
                 with cupy.cuda.Stream.from_external(_Handle(handle)):
                     cupy.copyto(dst, src)
 
     def to_host(self, array):
-        """A NumPy copy of an array, once the current stream has got there. Works for arrays over a peer's memory, too."""
+        """A NumPy copy of an array, also of one over a peer's memory, in the order of the current stream."""
         with self._device:
             if isinstance(array.data.mem, cupy.cuda.UnownedMemory):
                 array = array.copy()  # a peer's memory cannot be copied to ordinary host memory directly

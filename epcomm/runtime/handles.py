@@ -1,8 +1,9 @@
 """How ranks hand each other memory.
 
-Every rank allocates a piece and gets the pieces of all others, by one of two kinds of handle: a file descriptor, passed over
-Unix sockets between ranks of one host, or a 64-byte fabric handle, passed through the communicator, which also works between
-hosts of one NVLink domain. Which kind works is found out by trying: what devices say about fabric handles is not reliable.
+Every rank allocates a piece and gets the pieces of all others, by one of two kinds of handle: a file
+descriptor, passed over Unix sockets between ranks of one host, or a 64-byte fabric handle, passed through the
+communicator, which also works between hosts of one NVLink domain. Which kind works is found out by trying:
+what devices say about fabric handles is not reliable.
 
 Everything here is collective, and either succeeds on all ranks or raises on all ranks.
 """
@@ -20,7 +21,7 @@ _kinds = weakref.WeakKeyDictionary()  # group -> the kind of handle that works i
 
 
 def together(group, what, function):
-    """Calls `function` on every rank; returns the list of what it returned on each. If it raises on any rank, all ranks raise."""
+    """Calls `function` on every rank; returns what it returned, by rank. If it raises on one, all raise."""
     value = problem = None
     try:
         value = function()
@@ -61,12 +62,13 @@ def share(group, nbytes, kind=None) -> list:
             if kind == "fd":
                 descriptor = own.export()
                 stack.callback(os.close, descriptor)
-                # Half the time, so that a rank that waited in vain still meets the others at the end of the step.
+                # Half the time, so that a rank that waited in vain still meets the others at the step's end.
                 handles = mailbox.exchange(group.rank, offers, descriptor, group.timeout / 2)
                 for handle in set(handles) - {None}:
                     stack.callback(os.close, handle)
             opened = [
-                own if rank == group.rank else allocator.open(handle, nbytes, kind) for rank, handle in enumerate(handles)
+                own if rank == group.rank else allocator.open(handle, nbytes, kind)
+                for rank, handle in enumerate(handles)
             ]
 
         offers = together(group, f"allocating {nbytes} bytes to share", offer)
@@ -75,12 +77,14 @@ def share(group, nbytes, kind=None) -> list:
 
 
 def handle_kind(group) -> str:
-    """The kind of handle that works between all ranks of the group: "fd" or "fabric". Collective on its first call.
+    """The kind of handle that works between all ranks of the group, "fd" or "fabric". Collective at first.
 
-    Descriptors first if all ranks run on one host, else fabric handles; EPCOMM_HANDLE_TYPE=fd|fabric allows that one alone.
+    Descriptors first if all ranks run on one host, else fabric handles; EPCOMM_HANDLE_TYPE=fd|fabric allows
+    that one alone.
 
     Raises:
-        HandleError: on every rank; no kind works, with the ranks' reasons for each kind; or two devices cannot reach each other.
+        HandleError: on every rank; no kind works, with the ranks' reasons for each kind; or two devices
+            cannot reach each other.
         ValueError: on every rank; EPCOMM_HANDLE_TYPE is unknown or differs between ranks.
     """
     if group not in _kinds:
@@ -89,7 +93,7 @@ def handle_kind(group) -> str:
 
 
 def check_peers(group):
-    """Raises HandleError on every rank if a device cannot reach another one's memory, and names the pair. Collective."""
+    """Raises HandleError on every rank, naming the pair, if a device cannot reach another one's memory."""
 
     def reach():
         me = group.peers[group.rank]
@@ -124,7 +128,8 @@ def _find_kind(group):
         else:
             return kind
     where = f", and the ranks run on {', '.join(hosts.values())}" if len(hosts) > 1 else ""
-    raise HandleError(f"the ranks cannot share memory of their {group.device.kind} devices{where}; tried {'; '.join(reasons)}")
+    what = f"memory of their {group.device.kind} devices"
+    raise HandleError(f"the ranks cannot share {what}{where}; tried {'; '.join(reasons)}")
 
 
 def _require_one_place(group, hosts):
@@ -133,8 +138,8 @@ def _require_one_place(group, hosts):
     if len({peer.net_namespace for peer in group.peers}) > 1:
         places = "; ".join(f"rank {rank} in {peer.net_namespace}" for rank, peer in enumerate(group.peers))
         raise HandleError(
-            f"file descriptors cannot be passed between network namespaces, and the ranks run in several ({places}): give their "
-            "containers one network, as with --network=host"
+            f"file descriptors cannot be passed between network namespaces, and the ranks run in several "
+            f"({places}): give their containers one network, as with --network=host"
         )
 
 

@@ -1,4 +1,4 @@
-"""Passing file descriptors between the ranks of one host: one datagram socket a rank, in the abstract Unix namespace."""
+"""Passing file descriptors between the ranks of one host, over abstract Unix datagram sockets, one a rank."""
 
 import array
 import contextlib
@@ -14,7 +14,8 @@ from ..errors import HandleError
 
 _RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
-_RETRY = 0.002  # seconds until a full queue is tried again: the kernel wakes nobody for an unconnected datagram socket
+_RETRY = 0.002  # seconds until a full queue is tried again: no wake-up for unconnected datagram sockets
+_FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)  # its queue, or our share of descriptors in flight
 
 
 class Mailbox:
@@ -51,8 +52,9 @@ class Mailbox:
             HandleError: descriptors did not come in time, or a rank cannot be reached.
         """
         deadline = time.monotonic() + timeout
-        # Receiving between sends keeps the queues short: they hold as little as 10 messages, and a cycle of ranks that only send
-        # could fill them for good. Every rank starts with its successor, so they do not all send to rank 0 first.
+        # Receiving between sends keeps the queues short: they hold as little as 10 messages, and a cycle of
+        # ranks that only send could fill them for good. Every rank starts with its successor, so they do not
+        # all send to rank 0 first.
         unsent = [(rank + step) % len(names) for step in range(1, len(names))]
         received = {}
         try:
@@ -88,10 +90,12 @@ class Mailbox:
         try:  # not socket.send_fds: it ignores its address before Python 3.13
             self._socket.sendmsg([_RANK.pack(rank)], [rights], 0, _address(name))
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):  # its queue, or our share of descriptors in flight
+            if error.errno in _FULL:
                 return False
             if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
-                raise HandleError(f"rank {peer} does not listen: it has failed, or runs in another network namespace") from None
+                raise HandleError(
+                    f"rank {peer} does not listen: it has failed, or runs in another network namespace"
+                ) from None
             raise HandleError(f"passing a descriptor to rank {peer}: {error.strerror}") from None
         return True
 

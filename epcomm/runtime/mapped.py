@@ -4,8 +4,8 @@
 class MappedRange:
     """One range of addresses in which allocations lie back to back, in the given order.
 
-    The pages are mapped until the range is let go of; the allocations may go before. An allocation may lie in several ranges, and
-    several times in one.
+    The pages are mapped until the range is let go of; the allocations may go before. An allocation may lie in
+    several ranges, and several times in one.
 
     Args:
         allocator: of the device that will use the addresses.

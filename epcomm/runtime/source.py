@@ -1,7 +1,7 @@
-"""What is given to the CUDA compiler: one source text a kernel, and the options that make its shapes constants.
+"""What the CUDA compiler gets: one source text a kernel, and the options that make its shapes constants.
 
-CuPy's disk cache of compiled kernels goes by this text and these options and does not look into headers. With our headers inlined
-an edited one is a different text, so an old kernel never runs in its place.
+CuPy's disk cache of compiled kernels goes by this text and these options and does not look into headers. With
+our headers inlined an edited one is a different text, so an old kernel never runs in its place.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 
 def kernel_source(name, args_type) -> str:
-    """The text of kernel `name` with our own headers in it, and a check that its parameter has the size of `args_type`.
+    """The text of kernel `name` with our headers in it, and a check that its parameter has the right size.
 
     Args:
         name: of a file in kernels_cu, without ".cu".
@@ -37,8 +37,9 @@ def kernel_options(block, shape) -> tuple:
 
 
 def inlined(file, seen):
-    """The lines of a file of kernels_cu (or an absolute path), each of our headers in the place of its first #include; #line keeps
-    messages pointing at the files.
+    """The lines of a file of kernels_cu (or an absolute path), each of our headers at its first #include.
+
+    #line keeps the compiler's messages pointing at the files. `seen`: the set of files that are in already.
     """
     seen.add(file)
     yield f'#line 1 "{file}"'
@@ -46,7 +47,7 @@ def inlined(file, seen):
         include = _INCLUDE.match(line.strip())
         if line.strip() == "#pragma once":
             yield ""
-        elif include is None or include[1].startswith("cpu/"):  # the CPU's half is behind an #ifndef __CUDACC__
+        elif include is None or include[1].startswith("cpu/"):  # that is behind an #ifndef __CUDACC__
             yield line
         elif include[1] in seen:
             yield ""

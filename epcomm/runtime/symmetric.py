@@ -52,8 +52,8 @@ class SymmetricMemory:
     def array(self, offset, shape, dtype, rank=None):
         """An array over part of a chunk, no copy. It keeps the memory mapped for as long as it lives.
 
-        On CUDA a copy from another rank's chunk straight to ordinary host memory fails (invalid argument): copy to an array of
-        this device first.
+        On CUDA a copy from another rank's chunk straight to ordinary host memory fails (invalid argument):
+        copy to an array of this device first.
 
         Args:
             offset: bytes from the start of the chunk, a multiple of the item size.
@@ -71,7 +71,8 @@ class SymmetricMemory:
             raise ValueError(f"offset: expected a multiple of the item size {itemsize}, got {offset}")
         end = offset + math.prod(shape) * itemsize
         if end > self.nbytes:
-            raise ValueError(f"an array of {shape} {np.dtype(dtype)} at {offset} ends at {end}, behind the chunk's {self.nbytes} bytes")
+            what = f"an array of {shape} {np.dtype(dtype)} at {offset}"
+            raise ValueError(f"{what} ends at {end}, behind the chunk's {self.nbytes} bytes")
         pointer = self.pointer(self.group.rank if rank is None else rank, offset)
         return self.group.device.wrap(pointer, shape, dtype, self._range)
 
@@ -81,8 +82,9 @@ class SymmetricMemory:
         The caller's own work on the memory must have finished; the peers' is waited for.
 
         Args:
-            wait: first meet the other ranks, within the group's timeout, since their kernels may still use this rank's chunk.
-                False after a failure: they may never come, and what they have mapped stays theirs.
+            wait: first meet the other ranks, within the group's timeout, since their kernels may still use
+                this rank's chunk. False after a failure: they may never come, and what they have mapped stays
+                theirs.
 
         Raises:
             PeerTimeoutError: a peer did not come; the memory is unmapped all the same.
@@ -93,4 +95,9 @@ class SymmetricMemory:
 
     def __del__(self):
         if self._range is not None:
-            warnings.warn(f"SymmetricMemory of {self.nbytes} bytes was never closed", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(
+                f"SymmetricMemory of {self.nbytes} bytes was never closed",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
