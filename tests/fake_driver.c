@@ -111,6 +111,7 @@ static CUresult cuDeviceGetCount(int *count) {
 
 static CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
   BEGIN memset(uuid, device, sizeof *uuid);
+  uuid->bytes[3] = 0;  // a UUID may have zeros in it
   return CUDA_SUCCESS;
 }
 
