@@ -1,6 +1,21 @@
 """Expert-parallel communication for Mixture-of-Experts layers, on GPUs and on CPU ranks."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from .arrays import asarray as asarray
+    from .arrays import to_dlpack as to_dlpack
+    from .buffer import Buffer as Buffer
+    from .buffer import Combined as Combined
+    from .buffer import Dispatched as Dispatched
+    from .errors import DriverError as DriverError
+    from .errors import EpcommError as EpcommError
+    from .errors import HandleError as HandleError
+    from .errors import PeerTimeoutError as PeerTimeoutError
+    from .group import Group as Group
+    from .plan import Plan as Plan
+    from .pool import ExpertPool as ExpertPool
 
 _HOME = {
     "Group": "group",
@@ -9,6 +24,8 @@ _HOME = {
     "Combined": "buffer",
     "Plan": "plan",
     "ExpertPool": "pool",
+    "asarray": "arrays",
+    "to_dlpack": "arrays",
     "EpcommError": "errors",
     "DriverError": "errors",
     "HandleError": "errors",

@@ -32,6 +32,7 @@ DLPACK_CODES = {
 FROM_DLPACK = {code: dtype for dtype, code in DLPACK_CODES.items()}
 
 _BY_NAME = {dtype.name: dtype for dtype in DLPACK_CODES}
+NAMES = tuple(sorted(_BY_NAME))
 _CUPY_HAS_NOT = frozenset((float8_e4m3fn, float8_e5m2, float8_e8m0fnu))
 
 
@@ -41,14 +42,15 @@ def resolve(dtype) -> np.dtype:
     Raises:
         TypeError: not one of the types that epcomm moves.
     """
-    if not isinstance(dtype, str):
+    if isinstance(dtype, str):
+        found = _BY_NAME.get(dtype)
+    else:
         try:
-            dtype = np.dtype(dtype).name
-        except TypeError:
-            dtype = str(dtype).rpartition(".")[2]  # torch.bfloat16
-    found = _BY_NAME.get(dtype)
-    if found is None:
-        raise TypeError(f"dtype: expected one of {', '.join(sorted(_BY_NAME))}, got {dtype!r}")
+            found = np.dtype(dtype)
+        except TypeError:  # another framework's object: torch.bfloat16
+            found = _BY_NAME.get(str(dtype).rpartition(".")[2])
+    if found not in DLPACK_CODES:
+        raise TypeError(f"dtype: expected one of {', '.join(NAMES)}, got {dtype}")
     return found
 
 
