@@ -126,7 +126,7 @@ class Buffer(Endpoint):
         Returns:
             The Plan. It may be used for any number of dispatches and combines.
         """
-        caller, handle = self._streams(stream, False)
+        caller, handle = self._streams(stream, False, topk_idx)
         topk_idx = self._take_topk(topk_idx, caller)
         with self._call(caller, handle):
             return self._plan(topk_idx, handle)
@@ -165,7 +165,7 @@ class Buffer(Endpoint):
             PeerTimeoutError: an earlier call's peer did not come.
         """
         device = self.device
-        caller, handle = self._streams(stream, async_finish)
+        caller, handle = self._streams(stream, async_finish, x)
         if (topk_idx is None) == (plan is None):
             raise ValueError("dispatch: expected exactly one of topk_idx and plan")
         if plan is None:
@@ -174,7 +174,7 @@ class Buffer(Endpoint):
         else:
             self._check_plan(plan)
             num_tokens = plan.num_tokens
-        give = giver(x)
+        give = giver(x, None if async_finish else handle)
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=caller)
         num_rows = self._step_rows(total_tokens)
         if topk_weights is not None:
@@ -207,7 +207,7 @@ class Buffer(Endpoint):
             a.rows = plan._pointer("rows")
             a.num_tokens = num_tokens
             self._launch(self._dispatch_kernel, handle)
-            plan.dispatched = True
+            plan.dispatched, plan.total_tokens = True, total_tokens
             self._live_plan = plan
             received = self._rows_view[:num_rows]
             if not zero_copy:
@@ -217,9 +217,10 @@ class Buffer(Endpoint):
                 received = target
             event = self._event(handle, rows, topk_weights, received, weights, plan) if async_finish else None
         weights = None if weights is None else weights[:num_rows]
+        cu_seqlens = plan.cu_seqlens
         if give is not None:
-            received, weights = give(received), give(weights)
-        return Dispatched(received if out is None else out[:num_rows], weights, plan.cu_seqlens, plan, event)
+            received, weights, cu_seqlens = give(received), give(weights), give(cu_seqlens)
+        return Dispatched(received if out is None else out[:num_rows], weights, cu_seqlens, plan, event)
 
     def combine(
         self,
@@ -253,11 +254,11 @@ class Buffer(Endpoint):
             PeerTimeoutError: an earlier call's peer did not come.
         """
         device = self.device
-        caller, handle = self._streams(stream, async_finish)
+        caller, handle = self._streams(stream, async_finish, x)
         self._check_plan(plan)
         if not plan.dispatched:
             raise ValueError("combine: the plan has not been dispatched yet, so no rank knows which rows it holds of which token")
-        give = giver(x)
+        give = giver(x, None if async_finish else handle)
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller)
         self._check_view("x", rows, self._rows_view, plan, zero_copy)
         if row_weights is not None:

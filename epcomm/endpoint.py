@@ -10,11 +10,12 @@ import ctypes
 
 import numpy as np
 
+from .arrays import caller_stream
 from .errors import EpcommError, PeerTimeoutError
 from .layout import Areas
 from .runtime import args
 from .runtime.symmetric import SymmetricMemory
-from .stream import Event, capturing, follow, resolve
+from .stream import Event, capturing, follow
 
 OPERATIONS = {
     args.OP_PLAN: "plan",
@@ -89,10 +90,13 @@ class Endpoint:
         """The address of an operation's epochs."""
         return self.device.pointer(self._epochs[operation])
 
-    def _streams(self, stream, async_finish):
-        """(the caller's stream, the one to launch on), as handles; raises if the endpoint cannot be used."""
+    def _streams(self, stream, async_finish, x=None):
+        """(the caller's stream, the one to launch on), as handles; raises if the endpoint cannot be used.
+
+        x: an array of the caller, whose framework has a current stream of its own.
+        """
         self._require_usable()
-        caller = resolve(self.device, stream)
+        caller = caller_stream(self.device, x, stream)
         return caller, self.group.order.communication_stream(self.device) if async_finish else caller
 
     def _call(self, caller, handle):

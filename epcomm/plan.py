@@ -46,6 +46,7 @@ class Plan:
         experts_to_copy: [R, E/R], the expert in each rank's prefetch slots, ascending; -1 = idle.
         row_capacity: rows of a receive buffer (NvS).
         dispatched: whether a dispatch has delivered the rows' places to their ranks, which combine needs.
+        total_tokens: what the last of these dispatches was told, or None.
     """
 
     def __init__(self, buffer, num_tokens):
@@ -57,6 +58,7 @@ class Plan:
         self.num_tokens = num_tokens
         self.row_capacity = buffer.row_capacity
         self.dispatched = False
+        self.total_tokens = None
         self._slab = buffer.device.empty((layout.words + num_tokens * layout.num_topk,), np.int32)
         self._address = buffer.device.pointer(self._slab)
 
