@@ -22,6 +22,7 @@ class Areas:
             self.add(name, size)
 
     def add(self, name: str, nbytes: int) -> int:
+        """Appends an area of `nbytes`; returns its offset."""
         self.offsets[name] = self.nbytes
         self.sizes[name] = nbytes
         self.nbytes += align(nbytes, ALIGNMENT)

@@ -44,6 +44,7 @@ class Peer:
 
 
 def boot_id():
+    """What tells this host, as it runs now, from every other."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 

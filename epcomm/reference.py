@@ -62,10 +62,12 @@ class GlobalPlan:
 
     @property
     def num_ranks(self):
+        """R."""
         return self.alloc.shape[1]
 
     @property
     def num_experts(self):
+        """E."""
         return self.alloc.shape[0]
 
 

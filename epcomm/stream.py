@@ -109,6 +109,7 @@ def _cuda_handle(device, stream):
 
 
 def capturing(device, handle):
+    """Whether stream `handle` is inside a graph capture."""
     return handle != _LEGACY and device.capturing(handle)  # the legacy stream cannot be captured, nor asked
 
 

@@ -16,7 +16,7 @@ class NullStream:
     ptr = 0
 
     def synchronize(self):
-        pass
+        """Nothing to wait for."""
 
 
 class HostMemory(NamedTuple):

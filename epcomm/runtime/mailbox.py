@@ -77,6 +77,7 @@ class Mailbox:
         return [received.get(r) for r in range(len(names))]
 
     def close(self):
+        """Gives the address back."""
         self._socket.close()
 
     def __enter__(self):
