@@ -121,12 +121,12 @@ def test_a_device_that_is_not_there(driver):
 
 
 def uuid(index):
-    return bytes([10 + index] * 16).hex()
+    return ["0a0a0a00-0a0a-0a0a-0a0a-0a0a0a0a0a0a", "0b0b0b00-0b0b-0b0b-0b0b-0b0b0b0b0b0b"][index]
 
 
 def test_reach(driver):
     allocator = Allocator(0)
-    assert allocator.uuid.replace("-", "") == uuid(0).replace("-", "") and len(allocator.uuid) == 36
+    assert (allocator.uuid, Allocator(1).uuid) == (uuid(0), uuid(1))
     assert allocator.reaches(uuid(0)) and allocator.reaches(uuid(1)) and allocator.reaches("00" * 16)
     driver.fake_no_peer_access()
     assert allocator.reaches(uuid(0)) and not allocator.reaches(uuid(1))
