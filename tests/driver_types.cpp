@@ -80,6 +80,6 @@ constexpr bool same_signature(Ours ours, Theirs theirs) {
 
 // cuda.h's macros give `name` its _v2 where there is one: that is what cuGetProcAddress answers for the name without it.
 #define CHECK(name, parameters) \
-  static_assert(same_signature(decltype(ours::DriverTable::name){}, (decltype(&::name)) nullptr), #name);
+  static_assert(same_signature(decltype(ours::DriverTable::name){}, (decltype(&::name))nullptr), #name);
 DRIVER_CALLS(CHECK)
-static_assert(std::is_same_v<decltype(&::cuGetProcAddress_v2), CUresult (*)(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *)>);
+static_assert(std::is_same_v<decltype(&::cuGetProcAddress_v2), CUresult (*)(const char*, void**, int, cuuint64_t, CUdriverProcAddressQueryResult*)>);

@@ -9,9 +9,9 @@ typedef int CUresult;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
-typedef struct CUctx_st *CUcontext;
-typedef struct CUfunc_st *CUfunction;
-typedef struct CUstream_st *CUstream;
+typedef struct CUctx_st* CUcontext;
+typedef struct CUfunc_st* CUfunction;
+typedef struct CUstream_st* CUstream;
 
 typedef struct {
   char bytes[16];
@@ -30,7 +30,7 @@ typedef struct {
   int type;
   int requestedHandleTypes;
   CUmemLocation location;
-  void *win32HandleMetaData;
+  void* win32HandleMetaData;
   struct {
     unsigned char compressionType;
     unsigned char gpuDirectRDMACapable;
@@ -49,7 +49,7 @@ typedef struct {
   unsigned int blockDimX, blockDimY, blockDimZ;
   unsigned int sharedMemBytes;
   CUstream hStream;
-  void *attrs;  // CUlaunchAttribute *
+  void* attrs;  // CUlaunchAttribute *
   unsigned int numAttrs;
 } CUlaunchConfig;
 
@@ -68,35 +68,35 @@ enum {
 // The newest function here is cuLaunchKernelEx of 11.6; sm_90 needs 11.8; cuGetProcAddress_v2 itself came with 12.0.
 #define DRIVER_VERSION 12000
 
-#define DRIVER_CALLS(X)                                                                                              \
-  X(cuInit, (unsigned int))                                                                                          \
-  X(cuGetErrorName, (CUresult, const char **))                                                                       \
-  X(cuGetErrorString, (CUresult, const char **))                                                                     \
-  X(cuDeviceGet, (CUdevice *, int))                                                                                  \
-  X(cuDeviceGetCount, (int *))                                                                                       \
-  X(cuDeviceGetUuid, (CUuuid *, CUdevice))                                                                           \
-  X(cuDeviceCanAccessPeer, (int *, CUdevice, CUdevice))                                                              \
-  X(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
-  X(cuDevicePrimaryCtxRelease, (CUdevice))                                                                           \
-  X(cuCtxGetCurrent, (CUcontext *))                                                                                  \
-  X(cuCtxPushCurrent, (CUcontext))                                                                                   \
-  X(cuCtxPopCurrent, (CUcontext *))                                                                                  \
-  X(cuCtxSynchronize, (void))                                                                                        \
-  X(cuMemGetAllocationGranularity, (size_t *, const CUmemAllocationProp *, int))                                     \
-  X(cuMemCreate, (CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long))          \
-  X(cuMemRelease, (CUmemGenericAllocationHandle))                                                                    \
-  X(cuMemExportToShareableHandle, (void *, CUmemGenericAllocationHandle, int, unsigned long long))                   \
-  X(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
-  X(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                           \
-  X(cuMemAddressFree, (CUdeviceptr, size_t))                                                                         \
-  X(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))                       \
-  X(cuMemUnmap, (CUdeviceptr, size_t))                                                                               \
-  X(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                                          \
-  X(cuMemsetD8, (CUdeviceptr, unsigned char, size_t))                                                                \
-  X(cuFuncGetAttribute, (int *, int, CUfunction))                                                                    \
-  X(cuFuncSetAttribute, (CUfunction, int, int))                                                                      \
-  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int *, CUfunction, int, size_t))                                   \
-  X(cuLaunchKernelEx, (const CUlaunchConfig *, CUfunction, void **, void **))
+#define DRIVER_CALLS(X) \
+  X(cuInit, (unsigned int)) \
+  X(cuGetErrorName, (CUresult, const char**)) \
+  X(cuGetErrorString, (CUresult, const char**)) \
+  X(cuDeviceGet, (CUdevice*, int)) \
+  X(cuDeviceGetCount, (int*)) \
+  X(cuDeviceGetUuid, (CUuuid*, CUdevice)) \
+  X(cuDeviceCanAccessPeer, (int*, CUdevice, CUdevice)) \
+  X(cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice)) \
+  X(cuDevicePrimaryCtxRelease, (CUdevice)) \
+  X(cuCtxGetCurrent, (CUcontext*)) \
+  X(cuCtxPushCurrent, (CUcontext)) \
+  X(cuCtxPopCurrent, (CUcontext*)) \
+  X(cuCtxSynchronize, (void)) \
+  X(cuMemGetAllocationGranularity, (size_t*, const CUmemAllocationProp*, int)) \
+  X(cuMemCreate, (CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long)) \
+  X(cuMemRelease, (CUmemGenericAllocationHandle)) \
+  X(cuMemExportToShareableHandle, (void*, CUmemGenericAllocationHandle, int, unsigned long long)) \
+  X(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle*, void*, int)) \
+  X(cuMemAddressReserve, (CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long)) \
+  X(cuMemAddressFree, (CUdeviceptr, size_t)) \
+  X(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)) \
+  X(cuMemUnmap, (CUdeviceptr, size_t)) \
+  X(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t)) \
+  X(cuMemsetD8, (CUdeviceptr, unsigned char, size_t)) \
+  X(cuFuncGetAttribute, (int*, int, CUfunction)) \
+  X(cuFuncSetAttribute, (CUfunction, int, int)) \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int*, CUfunction, int, size_t)) \
+  X(cuLaunchKernelEx, (const CUlaunchConfig*, CUfunction, void**, void**))
 
 typedef struct {
 #define DRIVER_MEMBER(name, parameters) CUresult(*name) parameters;
@@ -108,9 +108,9 @@ static DriverTable driver;
 static int driver_is_loaded = 0;
 
 // Fills the table from the library and initialises the driver. 0, or -1 with the reason in `message`.
-static int driver_load(const char *library, char *message, size_t size) {
+static int driver_load(const char* library, char* message, size_t size) {
   static const struct {
-    const char *name;
+    const char* name;
     size_t offset;
   } calls[] = {
 #define DRIVER_ENTRY(name, parameters) {#name, offsetof(DriverTable, name)},
@@ -118,30 +118,30 @@ static int driver_load(const char *library, char *message, size_t size) {
 #undef DRIVER_ENTRY
   };
   DriverTable table;
-  void *handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (!handle) {
     snprintf(message, size, "no CUDA driver: %s", dlerror());
     return -1;
   }
-  CUresult (*look_up)(const char *, void **, int, unsigned long long, int *);
-  *(void **)&look_up = dlsym(handle, "cuGetProcAddress_v2");
+  CUresult (*look_up)(const char*, void**, int, unsigned long long, int*);
+  *(void**)&look_up = dlsym(handle, "cuGetProcAddress_v2");
   if (!look_up) {
     snprintf(message, size, "the CUDA driver is older than 12.0: it has no cuGetProcAddress_v2");
     return -1;
   }
   for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
-    void *address = NULL;
+    void* address = NULL;
     int status = 0;
     CUresult result = look_up(calls[i].name, &address, DRIVER_VERSION, 0, &status);
     if (result != CUDA_SUCCESS || !address) {
       snprintf(message, size, "the CUDA driver has no %s (error %d, status %d)", calls[i].name, result, status);
       return -1;
     }
-    *(void **)((char *)&table + calls[i].offset) = address;
+    *(void**)((char*)&table + calls[i].offset) = address;
   }
   CUresult result = table.cuInit(0);
   if (result != CUDA_SUCCESS) {
-    const char *name = NULL;
+    const char* name = NULL;
     table.cuGetErrorName(result, &name);
     snprintf(message, size, "cuInit: %s (error %d)", name ? name : "unknown", result);
     return -1;
