@@ -1,7 +1,7 @@
 // mbarriers and the bulk copy engine.
 //
-// Without a seed a copy completes when it is issued. With a seed it completes whenever the dice say so: a load at the
-// latest when nothing else can run, a store at the wait that asks for it. A load reads its source when it completes;
+// Without a seed a copy completes when it is issued. With a seed it completes whenever the dice say so, and lazy ones only
+// when they must: a load when nothing else gets on, a store at the wait that asks for it. A load reads its source when it completes;
 // a store first reads shared memory and later writes, so that neither kind of wait can be left out unnoticed.
 #pragma once
 #include <cstdlib>
@@ -29,6 +29,7 @@ struct Copy {
   Mbarrier* mbarrier;  // of a load; null: a store
   u32 phase;           // of the mbarrier
   State state;
+  bool lazy;
   bool waited;  // a store whose source a wait has covered
   u8* buffer;   // what a store has read
 };
@@ -82,21 +83,17 @@ inline void advance(Machine& m, Copy& copy, Copy::State target) {
   }
 }
 
-// One step of some copy; false if all are complete.
-inline bool Machine::advance_any() {
-  if (copies.empty()) return false;
-  u32 first = draw(u32(copies.size()));
-  for (u32 i = 0; i < copies.size(); i++) {
-    Copy& copy = copies[(first + i) % copies.size()];
-    if (copy.state == Copy::done) continue;
+// One step of some copy. When nothing else gets on: of a load, the only kind that others wait for; else of one that is
+// not lazy. False if there is none.
+inline bool Machine::advance_one(bool stuck) {
+  const u32 n = u32(copies.size()), first = n == 0 ? 0 : draw(n);
+  for (u32 i = 0; i < n; i++) {
+    Copy& copy = copies[(first + i) % n];
+    if (copy.state == Copy::done || (stuck ? copy.mbarrier == nullptr : copy.lazy)) continue;
     advance(*this, copy, copy.state == Copy::issued ? Copy::read : Copy::done);
     return true;
   }
   return false;
-}
-
-inline void Machine::advance_sometimes() {
-  if (!copies.empty() && draw(4) == 0) advance_any();
 }
 
 inline void check_copy(const char* what, const void* shared, const void* global, u32 bytes) {
@@ -107,14 +104,24 @@ inline void check_copy(const char* what, const void* shared, const void* global,
     fail("%s: %u bytes at %p are not in this block's %zu bytes of shared memory", what, bytes, shared, self->machine->shared);
 }
 
+inline void issue(const void* from, void* to, u32 bytes, Mbarrier* mbarrier) {
+  Copy copy{};
+  copy.owner = self;
+  copy.from = static_cast<const u8*>(from);
+  copy.to = static_cast<u8*>(to);
+  copy.bytes = bytes;
+  copy.mbarrier = mbarrier;
+  if (mbarrier != nullptr) copy.phase = mbarrier->phase;
+  else copy.group = self->groups;
+  copy.lazy = self->machine->draw(2) == 0;
+  self->machine->copies.push_back(copy);
+}
+
 inline void copy_in(void* shared, const void* global, u32 bytes, Mbarrier& mbarrier) {
   check_copy("row_load", shared, global, bytes);
   if (!self->machine->seeded) memcpy(shared, global, bytes);
   Unseen unseen;
-  if (self->machine->seeded) {
-    self->machine->copies.push_back({self, static_cast<u8*>(shared), static_cast<const u8*>(global), bytes, 0, &mbarrier, mbarrier.phase, Copy::issued, false, nullptr});
-    return;
-  }
+  if (self->machine->seeded) return issue(global, shared, bytes, &mbarrier);
   order_before(&mbarrier);
   mbarrier.bytes -= i32(bytes);
   settle(mbarrier, *self->block, *self->machine);
@@ -122,12 +129,9 @@ inline void copy_in(void* shared, const void* global, u32 bytes, Mbarrier& mbarr
 
 inline void copy_out(void* global, const void* shared, u32 bytes) {
   check_copy("row_store", shared, global, bytes);
-  if (!self->machine->seeded) {
-    memcpy(global, shared, bytes);
-    return;
-  }
+  if (!self->machine->seeded) memcpy(global, shared, bytes);
   Unseen unseen;
-  self->machine->copies.push_back({self, static_cast<u8*>(global), static_cast<const u8*>(shared), bytes, self->groups, nullptr, 0, Copy::issued, false, nullptr});
+  if (self->machine->seeded) issue(shared, global, bytes, nullptr);
 }
 
 // All but the `pending` latest groups of this thread have read their sources / are complete.

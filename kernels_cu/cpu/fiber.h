@@ -20,6 +20,12 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 #include <ucontext.h>
 #endif
 
+#if defined(__SANITIZE_THREAD__)
+#define UNINSTRUMENTED __attribute__((no_sanitize("thread")))
+#else
+#define UNINSTRUMENTED
+#endif
+
 // Hidden: two libraries with kernels in one process must not share a scheduler.
 namespace simt __attribute__((visibility("hidden"))) {
 
@@ -62,7 +68,7 @@ struct Registers {
     for (int i = 0; i < 6; i++) *--top = nullptr;
     stack_pointer = top;
   }
-  void switch_to(Registers& next) { simt_switch_stack(&stack_pointer, next.stack_pointer); }
+  UNINSTRUMENTED void switch_to(Registers& next) { simt_switch_stack(&stack_pointer, next.stack_pointer); }
 };
 
 #else
@@ -77,20 +83,23 @@ struct Registers {
     context.uc_link = nullptr;
     makecontext(&context, entry, 0);
   }
-  void switch_to(Registers& next) { swapcontext(&context, &next.context); }
+  UNINSTRUMENTED void switch_to(Registers& next) { swapcontext(&context, &next.context); }
 };
 
 #endif
 
-// ---- TSan sees every fiber as a thread of its own, so that a missing barrier between CUDA threads is a data race.
+// ---- sanitizers. TSan sees every fiber as a thread of its own, so that a missing barrier between CUDA threads is a data race.
 // Barriers say what they order; the scheduler's own data is for no one to see.
 
 #if defined(__SANITIZE_THREAD__)
 inline void order_before(void* meeting) { __tsan_release(meeting); }
 inline void order_after(void* meeting) { __tsan_acquire(meeting); }
+inline thread_local int unseen_depth = 0;  // of the running context
+inline void begin_unseen() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
+inline void end_unseen() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__), AnnotateIgnoreReadsEnd(__FILE__, __LINE__); }
 struct Unseen {
-  Unseen() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
-  ~Unseen() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__), AnnotateIgnoreReadsEnd(__FILE__, __LINE__); }
+  UNINSTRUMENTED Unseen() { if (unseen_depth++ == 0) begin_unseen(); }
+  UNINSTRUMENTED ~Unseen() { if (--unseen_depth == 0) end_unseen(); }
 };
 #else
 inline void order_before(void*) {}
@@ -109,6 +118,8 @@ struct Context {
 #endif
 #if defined(__SANITIZE_THREAD__)
   void* tsan = nullptr;
+  int uses = 0;
+  bool left_unseen = false;
 #endif
 
   void prepare(char* stack, size_t stack_bytes, void (*entry)()) {
@@ -119,21 +130,28 @@ struct Context {
     __asan_unpoison_memory_region(stack, stack_bytes);  // frames that an earlier fiber never left
 #endif
 #if defined(__SANITIZE_THREAD__)
-    release();
-    tsan = __tsan_create_fiber(0);
+    close();
+    if (++uses % 1024 == 0) release();  // its shadow of the call stack keeps the frames that a fiber never leaves
+    if (tsan == nullptr) tsan = __tsan_create_fiber(0);
 #endif
     registers.prepare(stack, stack_bytes, entry);
   }
 
   // `last`: this context will never be switched to again.
-  void switch_to(Context& next, [[maybe_unused]] bool last = false) {
+  UNINSTRUMENTED void switch_to(Context& next, [[maybe_unused]] bool last = false) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(last ? nullptr : &fake_stack, next.low, next.bytes);
 #endif
 #if defined(__SANITIZE_THREAD__)
+    const int depth = unseen_depth;
+    if (last && depth != 0) end_unseen();
+    left_unseen = !last && depth != 0;
     __tsan_switch_to_fiber(next.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
     registers.switch_to(next.registers);
+#if defined(__SANITIZE_THREAD__)
+    unseen_depth = depth;
+#endif
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
@@ -147,7 +165,10 @@ struct Context {
   }
 
   // First act of a new context. ASan tells here where the stack of `root`, the OS thread's own context, lies.
-  static void entered([[maybe_unused]] Context& root) {
+  UNINSTRUMENTED static void entered([[maybe_unused]] Context& root) {
+#if defined(__SANITIZE_THREAD__)
+    unseen_depth = 0;
+#endif
 #if defined(__SANITIZE_ADDRESS__)
     const void* from = nullptr;
     size_t size = 0;
@@ -158,10 +179,23 @@ struct Context {
 
   void release() {
 #if defined(__SANITIZE_THREAD__)
+    close();
     if (tsan != nullptr) __tsan_destroy_fiber(tsan);
     tsan = nullptr;
 #endif
   }
+
+#if defined(__SANITIZE_THREAD__)
+  // TSan lets no thread end unseen: for a fiber that was abandoned inside the scheduler.
+  UNINSTRUMENTED void close() {
+    if (!left_unseen) return;
+    left_unseen = false;
+    void* here = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(tsan, __tsan_switch_to_fiber_no_sync);
+    end_unseen();
+    __tsan_switch_to_fiber(here, __tsan_switch_to_fiber_no_sync);
+  }
+#endif
 };
 
 }  // namespace simt

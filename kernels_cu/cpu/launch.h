@@ -53,16 +53,12 @@ inline void set_schedule(u64 seed) {
 }
 
 inline void fiber_main() {
-  Machine& m = *self->machine;
-  Context::entered(m.root);
-  order_after(&m.root);
-  m.body(m.args);
-  m.check_stack(*self);
+  Context::entered(self->machine->root);
+  order_after(&self->machine->root);
+  self->machine->body(self->machine->args);
   check_stores_waited();
+  self->machine->check_stack(*self);
   leave();
-  if (--m.live == 0) self->context.switch_to(m.root, true);
-  run_next(true);
-  __builtin_unreachable();
 }
 
 inline void Machine::check_stack(const Fiber& fiber) const {
@@ -78,7 +74,7 @@ inline void Machine::deadlock() {
   };
   static const char* const collectives[] = {"warp_sync", "a warp shuffle", "a warp vote", "warp_match_any", "warp_max", "line_store"};
   char text[256];
-  std::string message = std::string("kernel ") + name + ": deadlock, no thread can run any more";
+  error = std::string("kernel ") + name + ": deadlock, no thread can run any more";
   for (const Block& block : blocks) {
     std::vector<Group> groups;
     for (u32 t = 0; t < block_threads; t++) {
@@ -105,10 +101,10 @@ inline void Machine::deadlock() {
           break;
         default: snprintf(rest, room, "exited");
       }
-      message += text;
+      error += text;
     }
   }
-  abandon(message);
+  abandon();
 }
 
 inline void* map_memory(size_t bytes, int flags) {
@@ -220,6 +216,7 @@ enum Status : i32 { LAUNCHED = 0, REFUSED = 1, FAILED = 2 };
 
 // Runs a kernel to its end. The message of a status other than LAUNCHED is machine().error.
 inline Status launch(const char* name, u32 grid, u32 block, size_t shared, const void* args) {
+  Unseen unseen;
   Machine& m = machine();
   u32 i = 0;
   while (i < num_kernels && strcmp(kernels[i].name, name) != 0) i++;

@@ -108,8 +108,7 @@ struct Machine {
 
   bool start(const char* kernel, u32 blocks, u32 threads, size_t shared_bytes);
   bool finish();
-  bool advance_any();
-  void advance_sometimes();
+  bool advance_one(bool stuck);
   void check_stack(const Fiber& fiber) const;
   [[noreturn]] void deadlock();
 
@@ -145,11 +144,9 @@ inline thread_local Fiber* self = nullptr;
 
 // ---- ending early
 
-// Leaves all fibers where they are and returns to launch(), which reports.
-[[noreturn]] inline void abandon(const std::string& message) {
-  Machine& m = *self->machine;
-  m.error = message;
-  self->context.switch_to(m.root, true);
+// Leaves all fibers where they are, destructors too, and returns to launch(), which reports the machine's error.
+[[noreturn]] inline void abandon() {
+  self->context.switch_to(self->machine->root, true);
   __builtin_unreachable();
 }
 
@@ -160,7 +157,8 @@ inline thread_local Fiber* self = nullptr;
   va_start(list, format);
   vsnprintf(text + used, sizeof text - used, format, list);
   va_end(list);
-  abandon(text);
+  self->machine->error = text;
+  abandon();
 }
 
 // ---- switching
@@ -168,9 +166,9 @@ inline thread_local Fiber* self = nullptr;
 inline void run_next(bool last) {
   Fiber* from = self;
   Machine& m = *from->machine;
-  if (m.seeded) m.advance_sometimes();
+  if (m.seeded && m.draw(4) == 0) m.advance_one(false);
   while (m.ready == 0)
-    if (!m.advance_any()) m.deadlock();
+    if (!m.advance_one(true)) m.deadlock();
   Fiber* to = m.pop();
   if (to == from) return;
   self = to;
@@ -187,13 +185,14 @@ inline void wait_in(WaitList& list, Wait why, u32 detail) {
   run_next(false);
 }
 
-// To the next fiber. After a round of nothing but spinning, whoever is waited for may need this core.
+// To the next fiber. After a round of nothing but spinning, what is waited for may be a load, or another rank that needs
+// this core.
 inline void spin() {
   Unseen unseen;
   Machine& m = *self->machine;
   if (++m.spins > m.ready) {
     m.spins = 0;
-    sched_yield();
+    if (!m.advance_one(true)) sched_yield();
   }
   m.push(self);
   run_next(false);
@@ -248,7 +247,7 @@ inline u32 collect(Collective kind, u64 value, bool bit) {
 }
 
 // A fiber ends. Threads that have exited do not count at block_sync, which may be complete now.
-inline void leave() {
+[[noreturn]] inline void leave() {
   Unseen unseen;
   Machine& m = *self->machine;
   Block& block = *self->block;
@@ -261,6 +260,9 @@ inline void leave() {
   }
   m.spins = 0;
   order_before(&m.live);
+  if (--m.live == 0) abandon();
+  run_next(true);
+  __builtin_unreachable();
 }
 
 }  // namespace simt
