@@ -44,7 +44,7 @@ test: $(VENV)/has-$(if $(filter cuda12,$(CUDA)),suite,test)-$(CUDA) $(VENV)/buil
 	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests --ignore tests/interop
 
 interop: $(VENV)/has-interop-$(CUDA) $(VENV)/built
-	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests/interop
+	EPCOMM_DEVICE=$${EPCOMM_DEVICE:-$(DEVICE)} $(PY) -m pytest tests/interop tests/test_examples.py
 
 lint: $(VENV)/has-lint
 	$(PY) -m ruff check .
