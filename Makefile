@@ -49,8 +49,9 @@ interop: $(VENV)/has-interop-$(CUDA) $(VENV)/built
 lint: $(VENV)/has-lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/cython-lint epcomm
-	$(VENV)/bin/clang-format --dry-run --Werror $(filter %.cu %.cuh %.h %.cpp,$(SOURCES))
+	$(VENV)/bin/cython-lint epcomm/runtime
+	$(VENV)/bin/clang-format --dry-run --Werror $(filter %.cu %.cuh %.h %.cpp,$(SOURCES)) \
+	  $(wildcard bench/*.cu bench/*/*.cu tests/*.c tests/*.cpp tests/*/*.cpp)
 
 clean:
 	rm -rf $(VENV) build *.egg-info epcomm/runtime/*.so $(patsubst %.pyx,%.c,$(wildcard epcomm/runtime/*.pyx)) \

@@ -11,7 +11,7 @@ DEV i32 peer_of(i64 i, i32 rank, i32 ranks) { return ranks == 1 ? rank : (rank +
 
 // `pieces` pieces from `from` to `to`, where an address of rank r lies r strides behind rank 0's (0 = local memory).
 extern "C" __global__ void __launch_bounds__(1024, 1)
-limit_copy(Vec16* to, i64 to_stride, const Vec16* from, i64 from_stride, i64 pieces, i32 rank, i32 ranks) {
+    limit_copy(Vec16* to, i64 to_stride, const Vec16* from, i64 from_stride, i64 pieces, i32 rank, i32 ranks) {
   i64 step = i64(grid_blocks()) * block_warps();
   for (i64 i = i64(block_index()) * block_warps() + warp_index(); i < pieces; i += step) {
     i64 peer = peer_of(i, rank, ranks);
@@ -27,7 +27,7 @@ limit_copy(Vec16* to, i64 to_stride, const Vec16* from, i64 from_stride, i64 pie
 
 // Every piece to `copies` places in local memory, `pieces` pieces apart.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-limit_fanout(Vec16* to, const Vec16* from, i64 pieces, i32 copies) {
+    limit_fanout(Vec16* to, const Vec16* from, i64 pieces, i32 copies) {
   i64 step = i64(grid_blocks()) * block_warps();
   for (i64 i = i64(block_index()) * block_warps() + warp_index(); i < pieces; i += step) {
     const Vec16* source = from + i * PIECE + lane_index();

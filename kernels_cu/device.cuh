@@ -66,6 +66,7 @@ DEV u32 lanes_below() {
   return mask;
 }
 
+// clang-format off: one instruction, one line
 // ---- flags and atomics; the 8-byte ones carry packets {value, epoch}, seen whole
 DEV u32 ld_relaxed(const u32* p) { u32 v; asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 DEV u64 ld_relaxed(const u64* p) { u64 v; asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
@@ -161,4 +162,5 @@ DEV f32 mul_rn(f32 x, f32 y) { return __fmul_rn(x, y); }
 DEV f32 div_rn(f32 x, f32 y) { return __fdiv_rn(x, y); }
 DEV u32 f32_bits(f32 x) { return __float_as_uint(x); }
 DEV f32 f32_from_bits(u32 bits) { return __uint_as_float(bits); }
+// clang-format on
 #endif

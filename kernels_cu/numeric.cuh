@@ -5,6 +5,7 @@
 DEV f32 bf16_to_f32(u16 bits) { return f32_from_bits((u32)bits << 16); }
 
 #ifdef __CUDACC__
+// clang-format off: one instruction, one line
 // Nearest, ties to even.
 DEV u16 f32_to_bf16(f32 x) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x)); return r; }
 DEV u32 f32x2_to_bf16(f32 low, f32 high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
@@ -13,6 +14,7 @@ DEV u32 f32x2_to_f16(f32 low, f32 high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %
 DEV f32 f16_to_f32(u16 bits) { f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(bits)); return r; }
 // Nearest, ties to even; beyond 448, and infinite: +-448; NaN: 0x7f.
 DEV u8 f32_to_e4m3(f32 x) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(x)); return (u8)r; }
+// clang-format on
 DEV f32 e4m3_to_f32(u8 bits) {
   u32 r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((u16)bits));

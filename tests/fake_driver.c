@@ -64,8 +64,8 @@ static int fails(const char* name) {
   return (!undo && calls++ == fail_at) || !strcmp(name, fail_name);
 }
 
-#define BEGIN \
-  pthread_mutex_lock(&lock); \
+#define BEGIN                                                     \
+  pthread_mutex_lock(&lock);                                      \
   __attribute__((cleanup(unlock))) pthread_mutex_t* held = &lock; \
   if (fails(__func__)) return OUT_OF_MEMORY
 #define NEED(condition, error) \

@@ -196,7 +196,7 @@ def test_touched_kernel_rebuilds(tree, tmp_path):
 
 
 def test_cpu_ranks_run_these_kernels(tree, tmp_path):
-    """A wrong constant in a kernel's source fails the suite on CPU ranks: nothing stands in for the kernels."""
+    """A wrong constant in a kernel's source fails the suite on CPU ranks: nothing stands in for it."""
     broken = tmp_path / "broken"
     shutil.copytree(tree, broken)
     shutil.copytree(ROOT / "tests", broken / "tests", ignore=shutil.ignore_patterns("__pycache__", "interop"))

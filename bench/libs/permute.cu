@@ -88,8 +88,8 @@ extern "C" __global__ void target_rows(const u32* received, const u32* staged, c
 
 // Every token's row to the positions of its entries, and their weights beside (weights may be null). Rows of `vectors` Vec16.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-permute_rows(const Vec16* x, const f32* weights, const i32* position, i32 tokens, i32 topk, i32 vectors, Vec16* store,
-             f32* store_weights) {
+    permute_rows(const Vec16* x, const f32* weights, const i32* position, i32 tokens, i32 topk, i32 vectors, Vec16* store,
+                 f32* store_weights) {
   for (i64 t = first_warp(); t < tokens; t += all_warps()) {
     i32 mine = lane_index() < topk ? position[t * topk + lane_index()] : -1;
     if (weights && mine >= 0) store_weights[mine] = weights[t * topk + lane_index()];
@@ -112,8 +112,8 @@ permute_rows(const Vec16* x, const f32* weights, const i32* position, i32 tokens
 // Row i of one side from or to row index[i] of the other, with its weight (weights may be null on both sides).
 // gathers = 1: to[i] = from[index[i]]; 0: to[index[i]] = from[i].
 extern "C" __global__ void __launch_bounds__(1024, 1)
-move_rows(Vec16* to, const Vec16* from, f32* to_weights, const f32* from_weights, const i32* index, i32 rows, i32 vectors,
-          i32 gathers) {
+    move_rows(Vec16* to, const Vec16* from, f32* to_weights, const f32* from_weights, const i32* index, i32 rows, i32 vectors,
+              i32 gathers) {
   for (i64 i = first_warp(); i < rows; i += all_warps()) {
     i64 other = index[i];
     i64 source = gathers ? other : i, target = gathers ? i : other;
@@ -133,8 +133,8 @@ move_rows(Vec16* to, const Vec16* from, f32* to_weights, const f32* from_weights
 // out[t] = sum of the rows of t's entries in ascending k, in float32, rounded once to bfloat16; and their weights (may be
 // null). Eight rows are loaded before the first is added.
 extern "C" __global__ void __launch_bounds__(768, 1)
-sum_rows(const Vec16* store, const f32* store_weights, const i32* position, i32 tokens, i32 topk, i32 vectors, Vec16* out,
-         f32* out_weights) {
+    sum_rows(const Vec16* store, const f32* store_weights, const i32* position, i32 tokens, i32 topk, i32 vectors, Vec16* out,
+             f32* out_weights) {
   for (i64 t = first_warp(); t < tokens; t += all_warps()) {
     i32 mine = lane_index() < topk ? position[t * topk + lane_index()] : -1;
     if (out_weights && lane_index() < topk)

@@ -68,34 +68,34 @@ enum {
 // The newest function here is cuLaunchKernelEx of 11.6; sm_90 needs 11.8; cuGetProcAddress_v2 itself came with 12.0.
 #define DRIVER_VERSION 12000
 
-#define DRIVER_CALLS(X) \
-  X(cuInit, (unsigned int)) \
-  X(cuGetErrorName, (CUresult, const char**)) \
-  X(cuGetErrorString, (CUresult, const char**)) \
-  X(cuDeviceGet, (CUdevice*, int)) \
-  X(cuDeviceGetCount, (int*)) \
-  X(cuDeviceGetUuid, (CUuuid*, CUdevice)) \
-  X(cuDeviceCanAccessPeer, (int*, CUdevice, CUdevice)) \
-  X(cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice)) \
-  X(cuDevicePrimaryCtxRelease, (CUdevice)) \
-  X(cuCtxGetCurrent, (CUcontext*)) \
-  X(cuCtxPushCurrent, (CUcontext)) \
-  X(cuCtxPopCurrent, (CUcontext*)) \
-  X(cuCtxSynchronize, (void)) \
-  X(cuMemGetAllocationGranularity, (size_t*, const CUmemAllocationProp*, int)) \
+#define DRIVER_CALLS(X)                                                                                   \
+  X(cuInit, (unsigned int))                                                                               \
+  X(cuGetErrorName, (CUresult, const char**))                                                             \
+  X(cuGetErrorString, (CUresult, const char**))                                                           \
+  X(cuDeviceGet, (CUdevice*, int))                                                                        \
+  X(cuDeviceGetCount, (int*))                                                                             \
+  X(cuDeviceGetUuid, (CUuuid*, CUdevice))                                                                 \
+  X(cuDeviceCanAccessPeer, (int*, CUdevice, CUdevice))                                                    \
+  X(cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice))                                                     \
+  X(cuDevicePrimaryCtxRelease, (CUdevice))                                                                \
+  X(cuCtxGetCurrent, (CUcontext*))                                                                        \
+  X(cuCtxPushCurrent, (CUcontext))                                                                        \
+  X(cuCtxPopCurrent, (CUcontext*))                                                                        \
+  X(cuCtxSynchronize, (void))                                                                             \
+  X(cuMemGetAllocationGranularity, (size_t*, const CUmemAllocationProp*, int))                            \
   X(cuMemCreate, (CUmemGenericAllocationHandle*, size_t, const CUmemAllocationProp*, unsigned long long)) \
-  X(cuMemRelease, (CUmemGenericAllocationHandle)) \
-  X(cuMemExportToShareableHandle, (void*, CUmemGenericAllocationHandle, int, unsigned long long)) \
-  X(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle*, void*, int)) \
-  X(cuMemAddressReserve, (CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long)) \
-  X(cuMemAddressFree, (CUdeviceptr, size_t)) \
-  X(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)) \
-  X(cuMemUnmap, (CUdeviceptr, size_t)) \
-  X(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t)) \
-  X(cuMemsetD8, (CUdeviceptr, unsigned char, size_t)) \
-  X(cuFuncGetAttribute, (int*, int, CUfunction)) \
-  X(cuFuncSetAttribute, (CUfunction, int, int)) \
-  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int*, CUfunction, int, size_t)) \
+  X(cuMemRelease, (CUmemGenericAllocationHandle))                                                         \
+  X(cuMemExportToShareableHandle, (void*, CUmemGenericAllocationHandle, int, unsigned long long))         \
+  X(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle*, void*, int))                          \
+  X(cuMemAddressReserve, (CUdeviceptr*, size_t, size_t, CUdeviceptr, unsigned long long))                 \
+  X(cuMemAddressFree, (CUdeviceptr, size_t))                                                              \
+  X(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))            \
+  X(cuMemUnmap, (CUdeviceptr, size_t))                                                                    \
+  X(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc*, size_t))                                \
+  X(cuMemsetD8, (CUdeviceptr, unsigned char, size_t))                                                     \
+  X(cuFuncGetAttribute, (int*, int, CUfunction))                                                          \
+  X(cuFuncSetAttribute, (CUfunction, int, int))                                                           \
+  X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int*, CUfunction, int, size_t))                         \
   X(cuLaunchKernelEx, (const CUlaunchConfig*, CUfunction, void**, void**))
 
 typedef struct {

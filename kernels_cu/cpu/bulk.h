@@ -8,7 +8,7 @@
 
 #include "simt.h"
 
-namespace simt __attribute__((visibility("hidden"))) {
+namespace [[gnu::visibility("hidden")]] simt {
 
 // As in PTX: a phase is complete when no arrival and no byte is pending.
 struct Mbarrier {
@@ -20,7 +20,11 @@ struct Mbarrier {
 static_assert(sizeof(Mbarrier) == sizeof(u64));
 
 struct Copy {
-  enum State : u8 { issued, read, done };
+  enum State : u8 {
+    issued,
+    read,
+    done,
+  };
   Fiber* owner;
   u8* to;
   const u8* from;

@@ -27,7 +27,7 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 #endif
 
 // Hidden: two libraries with kernels in one process must not share a scheduler.
-namespace simt __attribute__((visibility("hidden"))) {
+namespace [[gnu::visibility("hidden")]] simt {
 
 #if defined(__x86_64__) && !defined(SIMT_UCONTEXT)
 
@@ -98,8 +98,12 @@ inline thread_local int unseen_depth = 0;  // of the running context
 inline void begin_unseen() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
 inline void end_unseen() { AnnotateIgnoreWritesEnd(__FILE__, __LINE__), AnnotateIgnoreReadsEnd(__FILE__, __LINE__); }
 struct Unseen {
-  UNINSTRUMENTED Unseen() { if (unseen_depth++ == 0) begin_unseen(); }
-  UNINSTRUMENTED ~Unseen() { if (--unseen_depth == 0) end_unseen(); }
+  UNINSTRUMENTED Unseen() {
+    if (unseen_depth++ == 0) begin_unseen();
+  }
+  UNINSTRUMENTED ~Unseen() {
+    if (--unseen_depth == 0) end_unseen();
+  }
 };
 #else
 inline void order_before(void*) {}

@@ -7,7 +7,7 @@
 
 #include "bulk.h"
 
-namespace simt __attribute__((visibility("hidden"))) {
+namespace [[gnu::visibility("hidden")]] simt {
 
 constexpr u32 MAX_KERNELS = 64;
 constexpr u32 MAX_THREADS = 65536;
@@ -212,7 +212,11 @@ inline Machine& machine() {
   return *m;
 }
 
-enum Status : i32 { LAUNCHED = 0, REFUSED = 1, FAILED = 2 };
+enum Status : i32 {
+  LAUNCHED = 0,
+  REFUSED = 1,
+  FAILED = 2,
+};
 
 // Runs a kernel to its end. The message of a status other than LAUNCHED is machine().error.
 inline Status launch(const char* name, u32 grid, u32 block, size_t shared, const void* args) {
@@ -239,8 +243,8 @@ inline Status launch(const char* name, u32 grid, u32 block, size_t shared, const
 }  // namespace simt
 
 // The arguments reach the kernel as `a`.
-#define KERNEL(name, Args)                                                                              \
-  static void name##_body(const Args& a);                                                               \
-  static simt::Register name##_registered(                                                              \
-      #name, [](const void* args) { name##_body(*static_cast<const Args*>(args)); }, sizeof(Args));     \
+#define KERNEL(name, Args)                                                                          \
+  static void name##_body(const Args& a);                                                           \
+  static simt::Register name##_registered(                                                          \
+      #name, [](const void* args) { name##_body(*static_cast<const Args*>(args)); }, sizeof(Args)); \
   static void name##_body([[maybe_unused]] const Args& a)

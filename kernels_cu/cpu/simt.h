@@ -18,14 +18,28 @@
 #include "../args.h"
 #include "fiber.h"
 
-namespace simt __attribute__((visibility("hidden"))) {
+namespace [[gnu::visibility("hidden")]] simt {
 
 constexpr u32 WARP_SIZE = 32;
 constexpr u32 NAMED_BARRIERS = 16;
 constexpr size_t MAX_ARGS = 4096;
 
-enum class Wait : u8 { none, block, named, warp, mbarrier, exited };
-enum Collective : u32 { COLLECTIVE_SYNC, COLLECTIVE_SHUFFLE, COLLECTIVE_VOTE, COLLECTIVE_MATCH, COLLECTIVE_MAX, COLLECTIVE_LINE };
+enum class Wait : u8 {
+  none,
+  block,
+  named,
+  warp,
+  mbarrier,
+  exited,
+};
+enum Collective : u32 {
+  COLLECTIVE_SYNC,
+  COLLECTIVE_SHUFFLE,
+  COLLECTIVE_VOTE,
+  COLLECTIVE_MATCH,
+  COLLECTIVE_MAX,
+  COLLECTIVE_LINE,
+};
 
 struct Machine;
 struct Block;

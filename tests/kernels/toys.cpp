@@ -175,7 +175,8 @@ KERNEL(talk, ToyArgs) {
     if (lane_index() % 8 != 7 && (got.x != epoch || got.y != (u32)((a.rank + a.ranks - 1) % a.ranks) || got.w != (u32)lane_index())) wrong++;
     const i64 at = 32768 + ((epoch & 1) * block_threads() + thread_index()) * 16;
     packet_store(theirs + at, Vec16{epoch * 3, epoch * 5, epoch * 7, epoch});
-    do got = packet_load(mine + at); while (got.w != epoch && (spin_hint(), true));
+    do got = packet_load(mine + at);
+    while (got.w != epoch && (spin_hint(), true));
     if (got.x != epoch * 3 || got.y != epoch * 5 || got.z != epoch * 7) wrong++;
     // Plain data behind one fence and relaxed flags.
     u32* data = (u32*)(theirs + 49152) + (epoch & 1) * 64;
@@ -211,17 +212,42 @@ KERNEL(order, ToyArgs) {
 KERNEL(misuse, ToyArgs) {
   u64* bar = (u64*)smem();
   switch (a.n) {
-    case 0: if (lane_index() != 3) warp_sync(); break;
-    case 1: if (warp_index() == 1) named_sync(4, 96); block_sync(); break;
-    case 2: mbarrier_init(bar, 1); mbarrier_wait(bar, 0); break;
-    case 3: if (lane_index() == 0) warp_sync(); else warp_any(true); break;
+    case 0:
+      if (lane_index() != 3) warp_sync();
+      break;
+    case 1:
+      if (warp_index() == 1) named_sync(4, 96);
+      block_sync();
+      break;
+    case 2:
+      mbarrier_init(bar, 1);
+      mbarrier_wait(bar, 0);
+      break;
+    case 3:
+      if (lane_index() == 0) warp_sync();
+      else warp_any(true);
+      break;
     case 4: load16((u8*)a.in + 4); break;
-    case 5: mbarrier_init(bar, 1); row_load(smem() + 8, a.in, 16, bar); break;
-    case 6: mbarrier_init(bar, 1); row_load(smem() + 1008, a.in, 32, bar); break;
-    case 7: if (thread_index() == 0) smem()[1024 + 5] = 1; break;
-    case 8: if (thread_index() == 40) a.out[0] = fill_stack(); break;
+    case 5:
+      mbarrier_init(bar, 1);
+      row_load(smem() + 8, a.in, 16, bar);
+      break;
+    case 6:
+      mbarrier_init(bar, 1);
+      row_load(smem() + 1008, a.in, 32, bar);
+      break;
+    case 7:
+      if (thread_index() == 0) smem()[1024 + 5] = 1;
+      break;
+    case 8:
+      if (thread_index() == 40) a.out[0] = fill_stack();
+      break;
     case 9: named_sync(2, warp_index() == 0 ? 64 : 32); break;
-    case 10: mbarrier_init(bar, 1); mbarrier_expect(bar, 16); mbarrier_expect(bar, 16); break;
+    case 10:
+      mbarrier_init(bar, 1);
+      mbarrier_expect(bar, 16);
+      mbarrier_expect(bar, 16);
+      break;
     case 11: named_sync(16, 32); break;
     case 12: named_sync(1, 256); break;
   }
