@@ -104,8 +104,7 @@ def giver(x, stream=None):
         if stream is not None and not isinstance(array, np.ndarray):
             gpu = array.data.device_id
             foreign.order(gpu, stream, foreign.torch_stream(gpu))
-        code, bits = _dtypes.DLPACK_CODES[dtype or array.dtype]
-        return foreign.torch_tensor(array, code, bits)
+        return foreign.torch_tensor(array, dtype or array.dtype)
 
     return give
 
@@ -198,12 +197,7 @@ def _check_shape(got, name, wanted):
 
 def _copy(device, array, stream):
     """A contiguous copy, made on `stream`."""
-    if device.kind == "cpu":
-        copy = device.empty(array.shape, array.dtype)
-        copy[...] = array
-        return copy
+    copy = device.empty(array.shape, array.dtype, stream)
     bits = np.dtype(f"u{array.dtype.itemsize}")
-    with device.xp.cuda.ExternalStream(stream, device.index):  # the memory too: its pool reuses it by stream
-        copy = device.empty(array.shape, array.dtype)
-        copy.view(bits)[...] = array.view(bits)
+    device.copy(copy.view(bits), array.view(bits), stream)
     return copy

@@ -34,12 +34,12 @@ def torch_stream(gpu) -> int:
     return torch.cuda.current_stream(gpu).cuda_stream
 
 
-def torch_tensor(array, code, bits):
-    """A native array as a torch tensor of a DLPack element type. Orders no streams; torch is in use."""
+def torch_tensor(array, dtype):
+    """A native array as a torch tensor of elements of `dtype`. Orders no streams; torch is in use."""
     torch = sys.modules["torch"]
     if _dlpack.has_table(torch.Tensor):
-        return _dlpack.give(torch.Tensor, array, code, bits)
-    return torch.from_dlpack(_dlpack.Export(array, code, bits))
+        return _dlpack.give(torch.Tensor, array, dtype)
+    return torch.from_dlpack(_dlpack.Export(array, *_dtypes.DLPACK_CODES[dtype]))
 
 
 def type_name(x) -> str:
@@ -96,7 +96,7 @@ def element_type(memory, x, name):
 
 def native(memory, dtype, stream):
     """An array over the memory: numpy, or cupy for use on `stream` with fp8 and e8m0 as uint8."""
-    if memory.device[0] in ON_HOST:
+    if not memory.on_gpu:
         return np.ndarray(memory.shape, dtype, memory, -memory.lowest, memory.strides)
     import cupy
 
@@ -119,7 +119,7 @@ class Guest:
 
     def __del__(self):
         cupy = sys.modules.get("cupy")
-        if cupy is None or cupy.cuda.runtime.streamIsCapturing(self.stream):
+        if cupy is None or (self.stream > 2 and cupy.cuda.runtime.streamIsCapturing(self.stream)):
             return  # what a graph uses lives as long as the graph: that is for the caller to see to
         with cupy.cuda.Device(self.gpu):
             event = cupy.cuda.Event(disable_timing=True)

@@ -1,5 +1,6 @@
 """What users rely on: the public names, their signatures and docstrings, and an import that costs nothing."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -7,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +162,19 @@ print(json.dumps([n for n in ("torch", "jax", "cupy") if n in sys.modules]))
 """
     assert run_fresh(script) == []
     assert epcomm.asarray(np.zeros(3, np.float32)).dtype == np.float32
+
+
+def test_stubs_name_what_the_extensions_have():
+    runtime = Path(epcomm.__file__).parent / "runtime"
+    stubs = list(runtime.glob("*.pyi"))
+    assert stubs and (runtime.parent / "py.typed").exists()
+    for stub in stubs:
+        module = importlib.import_module(f"epcomm.runtime.{stub.stem}")
+        definitions = (ast.FunctionDef, ast.ClassDef)
+        written = {n.name: n for n in ast.parse(stub.read_text()).body if isinstance(n, definitions)}
+        there = {n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+        assert set(written) == {n for n in there if not n.startswith("_")}
+        for name, node in written.items():
+            members = [n.name for n in node.body if isinstance(n, definitions)]
+            missing = [m for m in members if not hasattr(getattr(module, name), m)]
+            assert set(missing) <= {"__buffer__"}  # C has that slot; Python shows it from 3.12 on

@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from epcomm.dtypes import DLPACK_CODES
 
 cdef extern from "_dlpack.h":
-    enum: DL_CPU, DL_CUDA, DL_READ_ONLY, DL_COPIED, ARRAY_C_CONTIGUOUS, ARRAY_WRITEABLE
+    enum: DL_CPU, DL_CUDA, DL_CUDA_MANAGED, DL_READ_ONLY, DL_COPIED, ARRAY_C_CONTIGUOUS, ARRAY_WRITEABLE
     ctypedef struct DLDevice:
         int32_t device_type, device_id
     ctypedef struct DLDataType:
@@ -205,7 +205,7 @@ cdef DLPackExchangeAPI *exchange_table(kind) except? NULL:
     """The C exchange table of a type, NULL where it has none that we know."""
     cdef DLPackExchangeAPI *table
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
+    if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
         return NULL
     table = <DLPackExchangeAPI *> PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     return table if table.version.major == 1 else NULL
@@ -221,6 +221,7 @@ cdef class Import:
         code: DLPack (code, bits) of the elements.
         dtype: their numpy dtype, set by `fit`.
         device: DLPack (type, id).
+        on_gpu: whether the device is a GPU of CUDA.
         read_only: as the producer says, None where its capsule cannot say it; True denies writable views.
         lowest, nbytes: the bytes that the elements span, from pointer + lowest on; lowest <= 0.
         work_stream: handle of the producer's current stream, which its content is ordered on, or None where
@@ -255,6 +256,10 @@ cdef class Import:
     @property
     def device(self):
         return self.tensor.device.device_type, self.tensor.device.device_id
+
+    @property
+    def on_gpu(self):
+        return self.tensor.device.device_type in (DL_CUDA, DL_CUDA_MANAGED)
 
     cdef int read(self, DLTensor *t) except -1:
         cdef int64_t itemsize = t.dtype.bits // 8
@@ -373,10 +378,11 @@ def has_table(kind):
     return exchange_table(kind) != NULL
 
 
-def give(kind, array, int code, int bits):
+def give(kind, array, dtype):
     """A numpy or cupy array as an array of `kind`, a type with the C exchange table. Orders no streams."""
     cdef Described described
     cdef void *result = NULL
+    code, bits = <tuple> DLPACK_CODES[dtype]
     describe(array, code, bits, &described)
     exchange_table(kind).managed_to_object(new_versioned(array, &described.tensor, described.flags), &result)
     found = <object> result

@@ -74,7 +74,7 @@ class CpuDevice:
 
         return call
 
-    def empty(self, shape, dtype):
+    def empty(self, shape, dtype, stream=None):
         """An uninitialised array, 128-byte aligned."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))

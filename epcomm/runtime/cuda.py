@@ -100,8 +100,14 @@ class CudaDevice:
             )
         return launcher
 
-    def empty(self, shape, dtype):
-        """An uninitialised array from CuPy's pool."""
+    def empty(self, shape, dtype, stream=None):
+        """An uninitialised array from CuPy's pool, for use on a stream (a handle; None = the current one).
+
+        What is freed goes to allocations for the same stream, which then follow its last use.
+        """
+        if stream is not None and stream != cupy.cuda.get_current_stream(self.index).ptr:
+            with self._device, cupy.cuda.Stream.from_external(_Handle(stream)):
+                return cupy.empty(shape, dtype)
         if runtime.getDevice() == self.index:  # nearly always, and cheaper than to make it so
             return cupy.empty(shape, dtype)
         with self._device:

@@ -141,12 +141,12 @@ def test_torch_tensors_cost_little_more_than_native_arrays():
     def take_it(array):
         take(CPU, array, "x", dtypes=(dtypes.bfloat16,), shape=(None, 128))
 
-    def give_it():
-        giver(x)(native)
-
-    # a call takes up to three arrays and gives up to three
-    extra = 3 * (cost(lambda: take_it(x)) - cost(lambda: take_it(native))) + 3 * cost(give_it)
-    assert extra < 10e-6
+    # A call takes up to three arrays and gives up to three. The bound is for a core that does nothing else: a
+    # native array costs 0.4 us there.
+    usual = cost(lambda: take_it(native))
+    give = giver(x)
+    extra = 3 * (cost(lambda: take_it(x)) - usual) + cost(lambda: giver(x)) + 3 * cost(lambda: give(native))
+    assert extra < 10e-6 * max(1, usual / 0.5e-6)
 
 
 def test_interpreter_exit_with_tensors_alive():
@@ -243,10 +243,15 @@ def settings(tokens, topk=3, experts=6, hidden=8, dtype="float32", token_padding
     )
 
 
+def place(group):
+    """The torch device of a rank."""
+    return torch.device("cpu") if group.device.kind == "cpu" else torch.device("cuda", group.device.index)
+
+
 def run_layer(group, ranks, tokens, hint, dtype):
     """Output and gradients of one rank's part, as numpy."""
     inputs, w1, w2 = problem(ranks, tokens, dtype=TORCH_DTYPES[dtype])
-    x, topk_idx, topk_weights, direction = inputs[group.rank]
+    x, topk_idx, topk_weights, direction, w1, w2 = (t.to(place(group)) for t in (*inputs[group.rank], w1, w2))
     x, topk_weights = x.requires_grad_(), topk_weights.requires_grad_()
     with Buffer(group, **settings(tokens, dtype=dtype)) as buffer:
         layer = Layer(buffer, w1, w2)
@@ -256,10 +261,7 @@ def run_layer(group, ranks, tokens, hint, dtype):
         buffer.check()
     assert type(out) is torch.Tensor and out.dtype == x.dtype
     found = out, x.grad / 2, topk_weights.grad / 2, layer.w1.grad, layer.w2.grad
-    return [
-        torch.zeros(()).float().numpy() if grad is None else grad.detach().float().numpy().copy()
-        for grad in found
-    ]
+    return [np.zeros(()) if grad is None else grad.detach().float().cpu().numpy() for grad in found]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 6e-2)])
@@ -283,7 +285,7 @@ def test_layer_equals_the_dense_one(ranks, tokens, hint, dtype, tolerance):
 def run_differences(group, ranks, tokens, steps):
     """Derivatives of this rank's share of the loss, a direction a step: (by autograd, by differences)."""
     inputs, w1, w2 = problem(ranks, tokens, seed=1)
-    x, topk_idx, topk_weights, direction = inputs[group.rank]
+    x, topk_idx, topk_weights, direction, w1, w2 = (t.to(place(group)) for t in (*inputs[group.rank], w1, w2))
     pairs = []
     with Buffer(group, **settings(tokens)) as buffer:
         layer = Layer(buffer, w1, w2)
@@ -295,7 +297,7 @@ def run_differences(group, ranks, tokens, steps):
         grads = torch.autograd.grad(loss(*leaves), leaves)
         for step in range(steps):
             random = torch.Generator().manual_seed(10 * step + group.rank)
-            noise = [torch.randn(leaf.shape, generator=random) for leaf in leaves]
+            noise = [torch.randn(leaf.shape, generator=random).to(leaf.device) for leaf in leaves]
             noise[step % 2].zero_()  # tokens alone, weights alone, in turn
             h = 1e-2
             with torch.no_grad():
@@ -316,8 +318,9 @@ def test_finite_differences():
 
 def run_misuse(group):
     with Buffer(group, **settings([4])) as buffer:
-        x = torch.ones(4, 8, requires_grad=True)
-        idx = torch.zeros(4, 3, dtype=torch.int64)
+        on = {"device": place(group)}
+        x = torch.ones(4, 8, requires_grad=True, **on)
+        idx = torch.zeros(4, 3, dtype=torch.int64, **on)
         with pytest.raises(ValueError, match="exactly one of topk_idx and plan"):
             moe_dispatch(buffer, x)
         with pytest.raises(ValueError, match="x: .*requires gradient"):
@@ -328,16 +331,16 @@ def run_misuse(group):
             moe_combine(buffer, sent.x[:3], sent.plan)
         out = moe_combine(buffer, sent.x, sent.plan)
         (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        assert torch.equal(grad, torch.full((4, 8), 18.0))
+        assert torch.equal(grad, torch.full((4, 8), 18.0, **on))
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
-        rows = torch.empty(buffer.row_capacity + 1, 8)
+        rows = torch.empty(buffer.row_capacity + 1, 8, **on)
         got = buffer.dispatch(x.detach(), idx, out=rows)
         assert got.x.data_ptr() == rows.data_ptr() and type(got.x) is torch.Tensor
-        target = torch.empty(4, 8)
+        target = torch.empty(4, 8, **on)
         assert buffer.combine(rows, got.plan, out=target).x is target
         with pytest.raises(ValueError, match="out: expected C order"):
-            buffer.combine(rows, got.plan, out=torch.empty(8, 4).T)
+            buffer.combine(rows, got.plan, out=torch.empty(8, 4, **on).T)
 
 
 def test_misuse():
