@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from epcomm import asarray, dtypes, to_dlpack
+from epcomm import asarray, dtypes, foreign, stream, to_dlpack
 from epcomm.arrays import giver, take
 from epcomm.runtime import _dlpack
 from epcomm.runtime.cpu import CpuDevice
@@ -265,3 +265,39 @@ def test_names_of_dtypes():
     for given in ("float64", "bf16", np.float64, ">f4", np.dtype(">f4"), 3, None):
         with pytest.raises(TypeError, match="dtype: expected one of bfloat16, float16, .* got"):
             dtypes.resolve(given)
+
+
+def test_order_of_streams(monkeypatch):
+    """One stream waits for an event of the other, unless they are the same one; 0 and 1 are."""
+    calls = []
+
+    class Recorder:
+        def event(self, device):
+            return f"event of {device.index}"
+
+        def record(self, device, event, handle):
+            calls.append(("record", handle))
+
+        def wait(self, device, handle, event):
+            calls.append(("wait", handle, event))
+
+    monkeypatch.setattr(stream, "_cuda", Recorder())
+    foreign.order(3, 7, 9)
+    assert calls == [("record", 7), ("wait", 9, "event of 3")]
+    calls.clear()
+    for same in ((7, 7), (0, 1), (1, 0), (1, 1)):
+        foreign.order(3, *same)
+    assert calls == []
+    foreign.order(3, 1, 7)
+    foreign.order(3, 7, 1)
+    assert [call[:2] for call in calls] == [("record", 0), ("wait", 7), ("record", 7), ("wait", 0)]
+
+
+def test_exports_of_a_gpu_wait_on_the_consumers_stream(gpu, monkeypatch):
+    ordered = []
+    monkeypatch.setattr(gpu.xp.cuda, "get_current_stream", lambda index: SimpleNamespace(ptr=70 + index))
+    monkeypatch.setattr(foreign, "order", lambda *streams: ordered.append(streams))
+    producer = to_dlpack(at(gpu.xp, 1 << 40, (4, 8), F32))
+    for consumer in (None, 1, 2, 55, -1):
+        producer.__dlpack__(stream=consumer, max_version=(1, 0))
+    assert ordered == [(1, 71, 1), (1, 71, 1), (1, 71, 2), (1, 71, 55)]
