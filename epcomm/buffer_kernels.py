@@ -1,4 +1,5 @@
-"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set, and its launcher."""
+"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set, and
+its launcher."""
 
 from . import layout, plan_layout
 from .buffer_settings import ROW_DTYPES
@@ -21,7 +22,9 @@ def plan(buffer, grid, scratch) -> Operation:
         token_padding=buffer.token_padding,
     )
     shared = plan_layout.shared_bytes(experts, ranks, threads)
-    launch = device.launcher("plan", a, grid=grid, block=threads, shared=shared, shape=dict(topk=buffer.num_topk))
+    launch = device.launcher(
+        "plan", a, grid=grid, block=threads, shared=shared, shape=dict(topk=buffer.num_topk)
+    )
     return Operation(a, launch)
 
 
@@ -29,7 +32,9 @@ def dispatch(buffer) -> Operation:
     """dispatch.cu."""
     device, areas = buffer.device, buffer._areas
     stage = layout.align(buffer.row_bytes, 128)
-    send_warps, threads = _dispatch_warps(buffer.num_sms, device.max_threads // 32, device.max_shared // (stage + 8))
+    send_warps, threads = _dispatch_warps(
+        buffer.num_sms, device.max_threads // 32, device.max_shared // (stage + 8)
+    )
     a = args.DispatchArgs(
         world=buffer._world,
         epochs=buffer._epochs_of(args.OP_DISPATCH),
@@ -56,7 +61,10 @@ def combine(buffer, consumed) -> Operation:
     device, areas = buffer.device, buffer._areas
     produce_warps, threads = _combine_warps(buffer.num_sms, device.max_threads // 32)
     shape = dict(
-        topk=buffer.num_topk, row_bytes=buffer.row_bytes, ranks=buffer.group.size, dtype=ROW_DTYPES[buffer.dtype]
+        topk=buffer.num_topk,
+        row_bytes=buffer.row_bytes,
+        ranks=buffer.group.size,
+        dtype=ROW_DTYPES[buffer.dtype],
     )
     a = args.CombineArgs(
         world=buffer._world,
@@ -78,7 +86,9 @@ def combine(buffer, consumed) -> Operation:
 def prefetch(buffer) -> Operation:
     """prefetch.cu."""
     device = buffer.device
-    a = args.PrefetchArgs(world=buffer._world, experts=buffer.num_experts, experts_per_rank=buffer.experts_per_rank)
+    a = args.PrefetchArgs(
+        world=buffer._world, experts=buffer.num_experts, experts_per_rank=buffer.experts_per_rank
+    )
     return Operation(a, device.launcher("prefetch", a, grid=buffer.num_sms, block=device.max_threads))
 
 
@@ -93,19 +103,22 @@ def reduce_grad(buffer, blocks_done) -> Operation:
         experts_per_rank=buffer.experts_per_rank,
     )
     shared = 4 * (buffer.num_experts + buffer.experts_per_rank + 1)
-    launch = device.launcher("reduce_grad", a, grid=buffer.num_sms, block=device.max_threads // 2, shared=shared)
+    launch = device.launcher(
+        "reduce_grad", a, grid=buffer.num_sms, block=device.max_threads // 2, shared=shared
+    )
     return Operation(a, launch)
 
 
 def _dispatch_warps(grid, warps, rows_in_shared):
-    """(send warps, threads) of a dispatch block. About 320 send warps in the whole grid fill the wire whatever its size; more only
-    compete with arriving rows (measured on H200). Each needs one row of shared memory; 16 warps expand."""
+    """(send warps, threads) of a dispatch block. About 320 send warps in the whole grid fill the wire
+    whatever its size; more only compete with arriving rows (measured on H200). Each needs one row of shared
+    memory; 16 warps expand."""
     send = max(1, min(round(320 / grid), warps // 2, rows_in_shared))
     return send, 32 * (send + min(16, warps - send))
 
 
 def _combine_warps(grid, warps):
-    """(produce warps, threads) of a combine block. Few SMs need all the loads in flight they can get, many need fewer; consumers read
-    one row more, so they are slightly more (measured on H200)."""
+    """(produce warps, threads) of a combine block. Few SMs need all the loads in flight they can get, many
+    need fewer; consumers read one row more, so they are slightly more (measured on H200)."""
     warps = min(warps, 32 if grid <= 96 else 20)
     return max(1, warps * 15 // 32), 32 * warps

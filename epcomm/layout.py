@@ -12,7 +12,8 @@ def align(value: int, multiple: int) -> int:
 
 
 class Areas:
-    """Named areas, one behind the other. `areas["name"]` is an offset in bytes, `areas.sizes["name"]` a size."""
+    """Named areas, one behind the other. `areas["name"]` is an offset in bytes, `areas.sizes["name"]` a
+    size."""
 
     def __init__(self, **nbytes):
         self.offsets = {}
@@ -33,7 +34,8 @@ class Areas:
 
 
 def ring_tokens(num_tokens: int, row_bytes: int, receive_bytes: int, ranks: int) -> int:
-    """Tokens that a combine ring between two ranks holds: all if they fit into an eighth of the receive area, else as many as do.
+    """Tokens that a combine ring between two ranks holds: all if they fit into an eighth of the receive area,
+    else as many as do.
 
     Even, since credits are given by halves; at least 64, so that small buffers do not run in lock step.
     """
@@ -44,8 +46,9 @@ def ring_tokens(num_tokens: int, row_bytes: int, receive_bytes: int, ranks: int)
 def default_num_sms(ranks: int, num_experts: int, num_topk: int, device_sms: int) -> int:
     """SMs that keep both the wire and the per-SM store rate busy in dispatch with uniform routing.
 
-    A token is stored num_topk times in all and crosses the wire (ranks - 1) * (1 - miss) times, where miss is the chance that no
-    expert of a token lies on a given rank. One SM stores about 60 GB/s, the wire carries about 350 GB/s (measured on H200).
+    A token is stored num_topk times in all and crosses the wire (ranks - 1) * (1 - miss) times, where miss is
+    the chance that no expert of a token lies on a given rank. One SM stores about 60 GB/s, the wire carries
+    about 350 GB/s (measured on H200).
     """
     miss = 1.0
     for i in range(num_topk):

@@ -21,7 +21,9 @@ def routing(kind, rank, num_tokens, topk, experts, seed):
     if kind == "one expert":
         return np.full((num_tokens, topk), experts // 2)
     if kind == "masked":
-        return np.where(rng.random((num_tokens, topk)) < 0.5, -1, rng.integers(0, experts, (num_tokens, topk)))
+        return np.where(
+            rng.random((num_tokens, topk)) < 0.5, -1, rng.integers(0, experts, (num_tokens, topk))
+        )
     if kind == "nothing":
         return np.full((num_tokens, topk), -1)
     raise ValueError(kind)
@@ -37,8 +39,11 @@ def rows_of(rank, call, num_tokens, hidden, dtype):
     return rows.astype(dtype)
 
 
-def step(group, settings, calls, index_dtype=np.int32, ring_tokens=None, zero_copy=True, delay_rank=None, seed=0):
-    """`calls` steps of plan, dispatch, expert work and combine on one rank; returns what it saw, for the oracle."""
+def step(
+    group, settings, calls, index_dtype=np.int32, ring_tokens=None, zero_copy=True, delay_rank=None, seed=0
+):
+    """`calls` steps of plan, dispatch, expert work and combine on one rank; returns what it saw, for the
+    oracle."""
     original = layout.ring_tokens
     if ring_tokens is not None:
         layout.ring_tokens = lambda *a: ring_tokens
@@ -79,7 +84,13 @@ def step(group, settings, calls, index_dtype=np.int32, ring_tokens=None, zero_co
                     weights_back=device.to_host(back.topk_weights),
                     plan={
                         name: device.to_host(getattr(plan, name))
-                        for name in ("dst", "num_tokens_per_rank", "num_tokens_per_expert", "cu_seqlens", "experts_to_copy")
+                        for name in (
+                            "dst",
+                            "num_tokens_per_rank",
+                            "num_tokens_per_expert",
+                            "cu_seqlens",
+                            "experts_to_copy",
+                        )
                     },
                 )
             )
@@ -97,7 +108,10 @@ def verify(results, settings):
     for call in range(len(results[0])):
         at = [rank[call] for rank in results]
         plan = reference.plan(
-            [r["topk_idx"] for r in at], settings["num_experts"], settings["num_tokens"], settings.get("token_padding", 128)
+            [r["topk_idx"] for r in at],
+            settings["num_experts"],
+            settings["num_tokens"],
+            settings.get("token_padding", 128),
         )
         dtype = dtypes.resolve(settings.get("dtype", "bfloat16"))
         rows, row_weights = reference.dispatch([r["x"] for r in at], plan, [r["weights"] for r in at])
@@ -106,9 +120,13 @@ def verify(results, settings):
         for rank, r in enumerate(at):
             want = plan.ranks[rank]
             for name in ("dst", "cu_seqlens"):
-                np.testing.assert_array_equal(r["plan"][name], getattr(want, name), err_msg=f"call {call} rank {rank} {name}")
+                np.testing.assert_array_equal(
+                    r["plan"][name], getattr(want, name), err_msg=f"call {call} rank {rank} {name}"
+                )
             for name in ("experts_to_copy", "num_tokens_per_rank"):
-                np.testing.assert_array_equal(r["plan"][name], getattr(plan, name), err_msg=f"call {call} rank {rank} {name}")
+                np.testing.assert_array_equal(
+                    r["plan"][name], getattr(plan, name), err_msg=f"call {call} rank {rank} {name}"
+                )
             np.testing.assert_array_equal(r["plan"]["num_tokens_per_expert"], want.counts)
             used = int(want.cu_seqlens[-1])
             assert r["rows"][:used].tobytes() == rows[rank][:used].tobytes(), f"call {call} rank {rank}: rows"
@@ -249,7 +267,8 @@ def test_wrong_settings_raise_on_every_rank(change, rank, words):
 
 
 def wrong_call(group, mistake, again):
-    """Rank 1 makes a mistake; if `again`, it repeats the call rightly in time, else it leaves with the error."""
+    """Rank 1 makes a mistake; if `again`, it repeats the call rightly in time, else it leaves with the
+    error."""
     with contextlib.suppress(MemoryError), Buffer(group, **settings_of(num_experts=24)) as buffer:
         xp = buffer.xp
         x = xp.asarray(rows_of(group.rank, 0, 6, 64, buffer.dtype))
@@ -311,7 +330,10 @@ def test_ids_out_of_range_act_as_masked_and_are_counted():
 def stale_view(group):
     with Buffer(group, **settings_of()) as buffer:
         xp = buffer.xp
-        x, ids = xp.asarray(rows_of(group.rank, 0, 6, 64, buffer.dtype)), xp.asarray(routing("uniform", group.rank, 6, 4, 16, 0))
+        x, ids = (
+            xp.asarray(rows_of(group.rank, 0, 6, 64, buffer.dtype)),
+            xp.asarray(routing("uniform", group.rank, 6, 4, 16, 0)),
+        )
         with pytest.raises(ValueError, match="not been dispatched"):
             buffer.combine(x, buffer.plan(ids))
         first = buffer.dispatch(x, ids, zero_copy=True)

@@ -68,7 +68,8 @@ def test_barriers(seed):
     np.testing.assert_array_equal(out.reshape(2, 128), [np.roll(np.arange(128), -7)] * 2)
     launch("rotate_warp", grid=2, block=128, out=out, n=3)
     np.testing.assert_array_equal(out.reshape(8, 32), [np.roll(np.arange(32), -3)] * 8)
-    launch("leavers", grid=2, block=128, out=out)  # block_any sees the last thread only in the warp that is left with it
+    # block_any sees the last thread only in the warp that is left with it.
+    launch("leavers", grid=2, block=128, out=out)
     rounds = np.arange(128) // 32 + 1
     np.testing.assert_array_equal(out.reshape(2, 128), [rounds * 2 + (rounds == 4)] * 2)
     launch("named", block=128, out=out)
@@ -120,7 +121,10 @@ def test_a_missing_wait_is_seen_under_seeds(wrong):
     assert sum(fails(seed) for seed in SEEDS) >= len(SEEDS) // 2
 
 
-@pytest.mark.parametrize("wrong,message", [(4, "row_store of 256 bytes that no row_wait"), (5, "row_store"), (6, "row_load that no mbarrier_wait")])
+@pytest.mark.parametrize(
+    "wrong,message",
+    [(4, "row_store of 256 bytes that no row_wait"), (5, "row_store"), (6, "row_load that no mbarrier_wait")],
+)
 def test_copies_left_under_way_are_an_error_under_every_seed(wrong, message):
     for seed in SEEDS:
         with pytest.raises(RuntimeError, match=message):
@@ -140,9 +144,21 @@ def test_a_missing_barrier_is_seen_under_seeds(kernel, block):
 
 
 MISUSES = [
-    (0, r"deadlock.*block 0: 31 threads \(first: thread 0\) at warp_sync of warp 0, which waits for 32 lanes.*block 0: 2 threads \(first: thread 3\) exited"),
-    (1, r"deadlock.*96 threads \(first: thread 0\) at block_sync, which waits for 128 live threads.*32 threads \(first: thread 32\) at named_sync 4, which waits for 96"),
-    (2, r"deadlock.*64 threads \(first: thread 0\) at mbarrier_wait, shared offset 0: phase 0, 1 arrivals and 0 bytes pending"),
+    (
+        0,
+        r"deadlock.*block 0: 31 threads \(first: thread 0\) at warp_sync of warp 0, which waits for 32 lanes.*"
+        r"block 0: 2 threads \(first: thread 3\) exited",
+    ),
+    (
+        1,
+        r"deadlock.*96 threads \(first: thread 0\) at block_sync, which waits for 128 live threads.*"
+        r"32 threads \(first: thread 32\) at named_sync 4, which waits for 96",
+    ),
+    (
+        2,
+        r"deadlock.*64 threads \(first: thread 0\) at mbarrier_wait, shared offset 0: phase 0, "
+        r"1 arrivals and 0 bytes pending",
+    ),
     (3, r"thread 1: the lanes of this warp are at different warp collectives"),
     (4, r"block 0, thread 0: 16-byte access at .*, which is not a multiple of 16"),
     (5, r"row_load: addresses .* not multiples of 16"),
@@ -165,7 +181,10 @@ def test_misuse_is_named_and_the_next_launch_works(case, message):
     np.testing.assert_array_equal(out, np.roll(np.arange(64), -1))
 
 
-@pytest.mark.parametrize("grid,block,shared", [(0, 32, 0), (1, 0, 0), (1, 33, 0), (1, 1056, 0), (1, 32, 1 << 20), (1 << 20, 1024, 0)])
+@pytest.mark.parametrize(
+    "grid,block,shared",
+    [(0, 32, 0), (1, 0, 0), (1, 33, 0), (1, 1056, 0), (1, 32, 1 << 20), (1 << 20, 1024, 0)],
+)
 def test_impossible_launches_are_refused(grid, block, shared):
     with pytest.raises(ValueError, match="cannot launch"):
         launch("identity", grid=grid, block=block, shared=shared)
@@ -308,7 +327,10 @@ def test_portable_switch(tmp_path):
 
 
 def test_argument_structs_have_the_compiled_sizes():
-    structs = {"".join(part.capitalize() for part in name.split("_")) + "Args": size for name, size in _fibers.kernels().items()}
+    structs = {
+        "".join(part.capitalize() for part in name.split("_")) + "Args": size
+        for name, size in _fibers.kernels().items()
+    }
     assert structs and {name: ctypes.sizeof(getattr(args, name)) for name in structs} == structs
 
 
@@ -316,7 +338,9 @@ def test_launcher_checks_its_arguments():
     device = CpuDevice()
     with pytest.raises(ValueError, match="no kernel is called 'nonsense'"):
         device.launcher("nonsense", args.DispatchArgs(), grid=1, block=32)
-    with pytest.raises(TypeError, match=f"expected arguments of {ctypes.sizeof(args.DispatchArgs)} bytes, got World"):
+    with pytest.raises(
+        TypeError, match=f"expected arguments of {ctypes.sizeof(args.DispatchArgs)} bytes, got World"
+    ):
         device.launcher("dispatch", args.World(), grid=1, block=32)
     with pytest.raises(ValueError, match="shared memory"):
         device.launcher("dispatch", args.DispatchArgs(), grid=1, block=32, shared=1 << 20)
@@ -328,13 +352,19 @@ class Owner:
     """Somebody who holds memory."""
 
 
-@pytest.mark.parametrize("shape,dtype", [((3, 5), np.float32), ((), np.int64), ((0, 4), np.uint8), ((7,), "bfloat16")])
+@pytest.mark.parametrize(
+    "shape,dtype", [((3, 5), np.float32), ((), np.int64), ((0, 4), np.uint8), ((7,), "bfloat16")]
+)
 def test_arrays(shape, dtype):
     dtype = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) else dtype)
     device = CpuDevice()
     for make in (device.empty, device.zeros):
         array = make(shape, dtype)
-        assert array.shape == shape and array.dtype == dtype and (array.size == 0 or device.pointer(array) % 128 == 0)
+        assert (
+            array.shape == shape
+            and array.dtype == dtype
+            and (array.size == 0 or device.pointer(array) % 128 == 0)
+        )
     assert not array.any()
     owner = Owner()
     owner.memory = array

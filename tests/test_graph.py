@@ -1,4 +1,5 @@
-"""CUDA graphs of a Buffer's operations: replayed with routing and rows changed in place, eager calls in between."""
+"""CUDA graphs of a Buffer's operations: replayed with routing and rows changed in place, eager calls in
+between."""
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ VARIANTS = 6
 
 
 class Variants:
-    """Routings and rows to put in place before a replay, with what the ranks must then hold, all on the device."""
+    """Routings and rows to put in place before a replay, with what the ranks must then hold, all on the
+    device."""
 
     def __init__(self, group, buffer, tokens):
         xp, me, ranks = buffer.xp, group.rank, group.size
@@ -50,7 +52,8 @@ def captured(stream, call):
 
 
 def replay(group, replays, which):
-    """Single-call graphs, or one of the whole step, replayed for ever new input; returns the number of wrong rows."""
+    """Single-call graphs, or one of the whole step, replayed for ever new input; returns the number of wrong
+    rows."""
     import cupy
 
     with Buffer(group, **settings_of()) as buffer, cupy.cuda.Stream(non_blocking=True) as stream:
@@ -96,7 +99,8 @@ def test_replays_with_changing_input(which):
 
 
 def backward(group, replays):
-    """Forward and backward of a step in one graph, with prefetch and gradient reduction, against the eager step."""
+    """Forward and backward of a step in one graph, with prefetch and gradient reduction, against the eager
+    step."""
     import cupy
 
     with Buffer(group, **settings_of()) as buffer, cupy.cuda.Stream(non_blocking=True) as stream:

@@ -8,28 +8,66 @@ import pytest
 from toys import aligned, library
 
 TO = {0: (ml_dtypes.bfloat16, np.uint16), 1: (np.float16, np.uint16), 2: (ml_dtypes.float8_e4m3fn, np.uint8)}
-FROM = {3: (ml_dtypes.bfloat16, np.uint16), 4: (np.float16, np.uint16), 5: (ml_dtypes.float8_e4m3fn, np.uint8)}
+FROM = {
+    3: (ml_dtypes.bfloat16, np.uint16),
+    4: (np.float16, np.uint16),
+    5: (ml_dtypes.float8_e4m3fn, np.uint8),
+}
 
 
 def convert(what, source, bits):
     out = np.empty(source.size, bits)
-    library().convert(what, source.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(source.size))
+    library().convert(
+        what,
+        source.ctypes.data_as(ctypes.c_void_p),
+        out.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_size_t(source.size),
+    )
     return out
 
 
 @pytest.fixture(scope="module")
 def floats():
-    """Random bit patterns, and what rounds: every value of every format, the middles between neighbours, one ulp off."""
+    """Random bit patterns, and what rounds: every value of every format, the middles between neighbours, one
+    ulp off."""
     rng = np.random.default_rng(0)
-    exact = [np.arange(1 << 16, dtype=np.uint16).view(kind).astype(np.float32) for kind in (ml_dtypes.bfloat16, np.float16)]
+    exact = [
+        np.arange(1 << 16, dtype=np.uint16).view(kind).astype(np.float32)
+        for kind in (ml_dtypes.bfloat16, np.float16)
+    ]
     exact.append(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    values = [rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32).view(np.float32), rng.normal(0, 30, 1 << 18).astype(np.float32)]
+    values = [
+        rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32).view(np.float32),
+        rng.normal(0, 30, 1 << 18).astype(np.float32),
+    ]
     with np.errstate(all="ignore"):
         for e in exact:
             finite = np.sort(e[np.isfinite(e)].astype(np.float64))
             middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
-            values += [e, middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(-np.inf))]
-    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.996, 65520, 448, 464, 463.99997, 480, 2**-25, 2**-10, 2**-149, 3.4e38]
+            values += [
+                e,
+                middle,
+                np.nextafter(middle, np.float32(np.inf)),
+                np.nextafter(middle, np.float32(-np.inf)),
+            ]
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        65504,
+        65519.996,
+        65520,
+        448,
+        464,
+        463.99997,
+        480,
+        2**-25,
+        2**-10,
+        2**-149,
+        3.4e38,
+    ]
     return np.concatenate([*values, np.float32(special), -np.float32(special)]).astype(np.float32)
 
 
@@ -78,7 +116,9 @@ def test_arithmetic_is_not_contracted():
     differ = 0
     for x, y, z in rng.normal(size=(500, 3)).astype(np.float32):
         library().arithmetic(*(ctypes.c_float(v) for v in (x, y, z)), ctypes.c_void_p(out.ctypes.data))
-        exact = np.float64(x) * np.float64(y)  # of 48 bits: the sum below rounds twice, which for these values does no harm
+        exact = np.float64(x) * np.float64(
+            y
+        )  # of 48 bits: the sum below rounds twice, which for these values does no harm
         assert out[1] == np.float32(x * y) + z and out[2] == x / y
         assert abs(np.float64(out[0]) - (exact + np.float64(z))) <= np.spacing(np.abs(out[0])) / 2
         differ += out[0] != out[1]

@@ -39,7 +39,9 @@ def views(group, shape, dtype):
         group.barrier()
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((6, 24), "bfloat16"), ((5, 4), "float32"), ((3, 32), "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((6, 24), "bfloat16"), ((5, 4), "float32"), ((3, 32), "float8_e4m3fn")]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_views_show_the_same_pages(ranks, shape, dtype):
     run_ranks(ranks, views, shape, dtype)
@@ -75,9 +77,13 @@ def train(group, settings, shape, tokens, calls):
                     if expert < 0:
                         assert (got.astype(np.float32) == got.reshape(-1)[0].astype(np.float32)).all()
                     else:
-                        assert got.tobytes() == weights_of(int(expert), pool.shape, pool.dtype, call).tobytes()
+                        assert (
+                            got.tobytes() == weights_of(int(expert), pool.shape, pool.dtype, call).tobytes()
+                        )
                 for pool in grads:
-                    pool.slots[slot] = xp.asarray(weights_of(50_000 + 1000 * me + slot, pool.shape, pool.dtype, call))
+                    pool.slots[slot] = xp.asarray(
+                        weights_of(50_000 + 1000 * me + slot, pool.shape, pool.dtype, call)
+                    )
             buffer.reduce_grad(plan, *grads)
             buffer.check()
             for pool in grads:
@@ -89,7 +95,9 @@ def train(group, settings, shape, tokens, calls):
                     want = weights_of(1000 * me + i, pool.shape, pool.dtype, call)
                     for r, row in enumerate(copied):
                         for slot in np.flatnonzero(row == me * per_rank + i):
-                            want = want + weights_of(50_000 + 1000 * r + int(slot), pool.shape, pool.dtype, call)
+                            want = want + weights_of(
+                                50_000 + 1000 * r + int(slot), pool.shape, pool.dtype, call
+                            )
                     assert device.to_host(xp.ascontiguousarray(pool.local[i])).tobytes() == want.tobytes()
             seen.append((copied >= 0).sum())
             group.barrier()
@@ -151,7 +159,9 @@ def interleaved(group, order):
                 if step[0] == "d":
                     x = rows_of(group.rank, ord(name), tokens, 64, buffer.dtype)
                     ids = routing("skewed", group.rank, tokens, 4, 16, ord(name))
-                    sent[name] = buffer.dispatch(xp.asarray(x), xp.asarray(ids), zero_copy=True, async_finish=True)
+                    sent[name] = buffer.dispatch(
+                        xp.asarray(x), xp.asarray(ids), zero_copy=True, async_finish=True
+                    )
                 else:
                     got = sent[name]
                     got.event.wait()
@@ -169,7 +179,8 @@ def test_interleaved_calls_of_two_buffers_give_the_serial_result():
 
 
 def three_in_a_row(group):
-    """Asynchronous combines that nobody waits for in between are ordered, not mixed up; dropped arrays stay alive."""
+    """Asynchronous combines that nobody waits for in between are ordered, not mixed up; dropped arrays stay
+    alive."""
     with Buffer(group, **settings_of()) as buffer:
         xp, device = buffer.xp, group.device
         ids = xp.asarray(routing("skewed", group.rank, 20, 4, 16, 0))
@@ -183,7 +194,15 @@ def three_in_a_row(group):
             outs.append(back.x)
             del got
         events[-1].synchronize()
-        once = [device.to_host(buffer.combine(buffer.dispatch(xp.asarray(rows_of(group.rank, c, 20, 64, buffer.dtype)), plan=plan).x, plan).x) for c in range(3)]
+        once = [
+            device.to_host(
+                buffer.combine(
+                    buffer.dispatch(xp.asarray(rows_of(group.rank, c, 20, 64, buffer.dtype)), plan=plan).x,
+                    plan,
+                ).x
+            )
+            for c in range(3)
+        ]
         for out, want in zip(outs, once, strict=True):
             assert device.to_host(out).tobytes() == want.tobytes()
 

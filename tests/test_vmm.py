@@ -9,11 +9,11 @@ import threading
 
 import numpy as np
 import pytest
-from epcomm.runtime._launch import CudaLauncher
-from epcomm.runtime._vmm import Allocator
 from fake import fake_driver, live
 
 from epcomm.errors import DriverError, HandleError
+from epcomm.runtime._launch import CudaLauncher
+from epcomm.runtime._vmm import Allocator
 from epcomm.runtime.handles import check_peers, handle_kind
 from epcomm.runtime.mapped import MappedRange
 from epcomm.runtime.symmetric import SymmetricMemory

@@ -16,7 +16,15 @@ SOURCE = Path(__file__).parent / "kernels" / "toys.cpp"
 
 def compile_toys(target, *flags):
     """Compile toys.cpp; raises with the compiler's output if it does not compile without warnings."""
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     command += [*flags, f"-I{kernel_dir()}", str(SOURCE), "-o", str(target)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
@@ -49,11 +57,18 @@ def aligned(count, dtype=np.uint32):
     return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
 
-def launch(name, *, grid=1, block=64, shared=1024, in_=None, out=None, peer=None, n=0, rank=0, ranks=1, wrong=0):
-    """Run a toy kernel; RuntimeError with the runtime's message if that fails, ValueError if it cannot start."""
+def launch(
+    name, *, grid=1, block=64, shared=1024, in_=None, out=None, peer=None, n=0, rank=0, ranks=1, wrong=0
+):
+    """Run a toy kernel; RuntimeError with the runtime's message if that fails, ValueError if it cannot
+    start."""
     pointers = [None if x is None else x.ctypes.data for x in (in_, out, peer)]
     status = library().toy_launch(
-        name.encode(), grid, block, ctypes.c_size_t(shared), ctypes.byref(ToyArgs(*pointers, n, rank, ranks, wrong))
+        name.encode(),
+        grid,
+        block,
+        ctypes.c_size_t(shared),
+        ctypes.byref(ToyArgs(*pointers, n, rank, ranks, wrong)),
     )
     if status != 0:
         raise (ValueError if status == 1 else RuntimeError)(library().toy_error().decode())

@@ -1,7 +1,7 @@
 """The kernels' argument structs as ctypes types, read from kernels_cu/args.h.
 
-The header is the one source: CUDA and the CPU build compile it, this module parses it. `args.DispatchArgs` is the
-struct, `args.DTYPE_BF16` a constant. A test compares sizes with the compiled ones.
+The header is the one source: CUDA and the CPU build compile it, this module parses it. `args.DispatchArgs` is
+the struct, `args.DTYPE_BF16` a constant. A test compares sizes with the compiled ones.
 """
 
 import ctypes

@@ -31,7 +31,12 @@ class _Foreign:
 
     def __init__(self, pointer, nbytes, owner):
         self.owner = owner
-        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": (nbytes,), "typestr": "|u1"}
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }
 
 
 class CpuDevice:
@@ -57,16 +62,21 @@ class CpuDevice:
     def launcher(self, name, args, *, grid, block, shared=0, shape=None):
         """A callable(stream_handle) that runs kernel `name` with the content that `args` has at the call.
 
-        grid: blocks; block: threads, a multiple of 32 up to 1024; shared: bytes a block. `shape` is for CUDA: here the
-        kernels read shapes from `args`.
+        grid: blocks; block: threads, a multiple of 32 up to 1024; shared: bytes a block. `shape` is for CUDA:
+        here the kernels read shapes from `args`.
         """
         known = _fibers.kernels()
         if name not in known:
             raise ValueError(f"no kernel is called {name!r}; there are {', '.join(sorted(known)) or 'none'}")
         if ctypes.sizeof(args) != known[name]:
-            raise TypeError(f"kernel {name}: expected arguments of {known[name]} bytes, got {type(args).__name__} of {ctypes.sizeof(args)}")
+            raise TypeError(
+                f"kernel {name}: expected arguments of {known[name]} bytes, "
+                f"got {type(args).__name__} of {ctypes.sizeof(args)}"
+            )
         if shared > self.max_shared:
-            raise ValueError(f"kernel {name}: {shared} bytes of shared memory, a block has at most {self.max_shared}")
+            raise ValueError(
+                f"kernel {name}: {shared} bytes of shared memory, a block has at most {self.max_shared}"
+            )
         launch, address = _fibers.launch, ctypes.addressof(args)
 
         def call(stream_handle=0, _keep=args):
