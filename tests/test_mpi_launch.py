@@ -81,11 +81,30 @@ def test_ranks_know_who_they_are(tmp_path, module):
     assert out.splitlines() == [str((r, 3, str(r), "cpu", "__main__", words)) for r in range(3)]
 
 
+GROUP = """
+import epcomm
+with epcomm.Group(device="cpu") as g:
+    print(f"{g.rank} {g.size} {g.device}")
+"""
+
+
 def test_group_of_the_started_ranks(tmp_path):
-    program = "import epcomm\nwith epcomm.Group() as g:\n    print(g.rank, g.size, g.device)\n"
-    code, out, err = finish(start(tmp_path, ["-n", "2", "--device", "cpu"], program))
+    code, out, err = finish(start(tmp_path, ["-n", "2"], GROUP))
     assert code == 0, err
     assert sorted(out.splitlines()) == ["0 2 cpu", "1 2 cpu"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_same_script_without_the_launcher(tmp_path, ranks):
+    """Under a plain mpirun, and alone."""
+    (tmp_path / "script.py").write_text(GROUP)
+    found = mpirun.find()
+    words = mpirun.command(found, mpirun.is_open_mpi(found), ranks) if ranks > 1 else []
+    words += [sys.executable, *(["-m", "mpi4py"] if ranks > 1 else []), "script.py"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}  # whole lines
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{r} {ranks} cpu" for r in range(ranks)]
 
 
 def test_hostfile(tmp_path):
