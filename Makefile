@@ -2,6 +2,7 @@
 # make test    set up .venv and run the test suite
 # make interop the tests with torch and JAX
 # make lint    style of the Python, Cython and CUDA sources
+# make docs    the documentation as HTML, docs/_build/html/index.html
 # make clean   remove what was built, .venv too
 #
 # PYTHON=python3.12 picks the interpreter that .venv is made with.
@@ -30,7 +31,7 @@ SOURCES := pyproject.toml setup.cfg $(wildcard epcomm/runtime/*.pyx epcomm/runti
 # bench/ and tests/ are not installed: they are run from here.
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: help bench test interop lint clean
+.PHONY: help bench test interop lint docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,8 +54,11 @@ lint: $(VENV)/has-lint
 	$(VENV)/bin/clang-format --dry-run --Werror $(filter %.cu %.cuh %.h %.cpp,$(SOURCES)) \
 	  $(wildcard bench/*.cu bench/*/*.cu tests/*.c tests/*.cpp tests/*/*.cpp)
 
+docs: $(VENV)/has-docs-$(CUDA) $(VENV)/built
+	$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
 clean:
-	rm -rf $(VENV) build *.egg-info epcomm/runtime/*.so $(patsubst %.pyx,%.c,$(wildcard epcomm/runtime/*.pyx)) \
+	rm -rf $(VENV) build docs/_build *.egg-info epcomm/runtime/*.so $(patsubst %.pyx,%.c,$(wildcard epcomm/runtime/*.pyx)) \
 	  $(patsubst %.pyx,%.cpp,$(wildcard epcomm/runtime/*.pyx))
 
 $(VENV)/bin/python:
@@ -72,7 +76,8 @@ $(VENV)/has-bench-$(CUDA): EXTRAS = bench,mpi$(AND_CUDA)
 $(VENV)/has-test-$(CUDA): EXTRAS = test
 $(VENV)/has-suite-$(CUDA): EXTRAS = suite$(AND_CUDA)
 $(VENV)/has-interop-$(CUDA): EXTRAS = suite,interop$(AND_CUDA)
-$(foreach what,bench test suite interop,$(VENV)/has-$(what)-$(CUDA)): pyproject.toml $(VENV)/has-tools
+$(VENV)/has-docs-$(CUDA): EXTRAS = docs
+$(foreach what,bench test suite interop docs,$(VENV)/has-$(what)-$(CUDA)): pyproject.toml $(VENV)/has-tools
 	$(PIP) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
