@@ -129,7 +129,9 @@ class Buffer(Endpoint):
         caller, handle = self._streams(stream, False, topk_idx)
         topk_idx = self._take_topk(topk_idx, caller)
         with self._call(caller, handle):
-            return self._plan(topk_idx, handle)
+            plan = self._plan(topk_idx, handle)
+            self._keep(handle, False, stream, topk_idx, plan)
+        return plan
 
     def dispatch(
         self,
@@ -209,14 +211,15 @@ class Buffer(Endpoint):
             self._launch(self._dispatch_kernel, handle)
             plan.dispatched, plan.total_tokens = True, total_tokens
             self._live_plan = plan
-            received = self._rows_view[:num_rows]
+            received = self._rows_view if num_rows == self.row_capacity else self._rows_view[:num_rows]
             if not zero_copy:
                 if out is None:
                     target = device.empty(received.shape, self.dtype)
                 device.copy(target, received, handle)
                 received = target
-            event = self._event(handle, rows, topk_weights, received, weights, plan) if async_finish else None
-        weights = None if weights is None else weights[:num_rows]
+            event = self._keep(handle, async_finish, stream, rows, topk_weights, received, weights, plan)
+        if weights is not None and num_rows < self.row_capacity:
+            weights = weights[:num_rows]
         cu_seqlens = plan.cu_seqlens
         if give is not None:
             received, weights, cu_seqlens = give(received), give(weights), give(cu_seqlens)
@@ -284,7 +287,7 @@ class Buffer(Endpoint):
             a.num_tokens = plan.num_tokens
             a.x_rows = rows.shape[0]
             self._launch(self._combine_kernel, handle)
-            event = self._event(handle, rows, row_weights, target, weights, plan) if async_finish else None
+            event = self._keep(handle, async_finish, stream, rows, row_weights, target, weights, plan)
         if give is not None:
             target, weights = give(target), give(weights)
         return Combined(target if out is None else out, weights, event)
@@ -356,7 +359,7 @@ class Buffer(Endpoint):
             for i, pool in enumerate(pools):
                 a.pools[i] = pool._descriptor
             self._launch(kernel, handle)
-            return self._event(handle, plan, pools) if async_finish else None
+            return self._keep(handle, async_finish, stream, plan, pools)
 
     def _take_topk(self, topk_idx, caller):
         topk_idx = take(

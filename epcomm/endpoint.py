@@ -114,14 +114,19 @@ class Endpoint:
         self._last_handle = handle
         self._raise_known()
 
-    def _event(self, handle, *arrays):
-        """The event of an asynchronous call. The arrays it works on are kept until it is done, whatever the caller drops."""
-        if not capturing(self.device, handle):  # an event must not be asked during a capture: that would end it
-            while self._in_flight and self._in_flight[0][0].done:
-                self._in_flight.popleft()
+    def _keep(self, handle, async_finish, stream, *arrays):
+        """The Event of an asynchronous call, None of another. Keeps what a call works on until it is done, whatever the caller drops, where
+        the call is not on the caller's current stream: CuPy's pool reuses memory in the order of that one."""
+        if stream is None and not async_finish:
+            return None
+        in_flight = self._in_flight
+        captured = capturing(self.device, handle)
+        while in_flight and not captured and in_flight[0][0].done:  # asking an event would end a capture
+            in_flight.popleft()
         event = Event(self.device, handle, (self._raise_known,))
-        self._in_flight.append((event, arrays))
-        return event
+        if not captured:  # what a graph works on is its user's to keep
+            in_flight.append((event, arrays))
+        return event if async_finish else None
 
     def _raise_known(self):
         if self._alarm[0]:

@@ -60,15 +60,17 @@ class Plan:
         self.dispatched = False
         self.total_tokens = None
         self._slab = buffer.device.empty((layout.words + num_tokens * layout.num_topk,), np.int32)
+        self._arrays = {}
         self._address = buffer.device.pointer(self._slab)
 
     def _pointer(self, name):
         return self._address + self._layout.offsets[name]
 
     def _array(self, name):
-        flat = self._slab[self._layout.slices[name]]
-        shape = self._layout.shapes[name]
-        return flat if len(shape) == 1 else flat.reshape(shape)
+        array = self._arrays.get(name)
+        if array is None:
+            array = self._arrays[name] = self._slab[self._layout.slices[name]].reshape(self._layout.shapes[name])
+        return array
 
     @property
     def _dst_pointer(self):
