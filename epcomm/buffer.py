@@ -21,9 +21,13 @@ _ids = itertools.count()
 class Dispatched(NamedTuple):
     """What `Buffer.dispatch` returns.
 
-    x: [rows, hidden] received rows, grouped by segment (see Plan.cu_seqlens); pad rows are zero, rows behind the last segment are
-        undefined. topk_weights: [rows] float32 or None. cu_seqlens: plan.cu_seqlens. plan: the Plan. event: an Event, or None for
-        a call without async_finish.
+    Attributes:
+        x: [rows, hidden] received rows, grouped by segment (see Plan.cu_seqlens); pad rows are zero, rows behind
+            the last segment are undefined.
+        topk_weights: [rows] float32, or None.
+        cu_seqlens: plan.cu_seqlens.
+        plan: the Plan.
+        event: an Event, or None for a call without async_finish.
     """
 
     x: object
