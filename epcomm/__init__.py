@@ -14,8 +14,16 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .errors import HandleError as HandleError
     from .errors import PeerTimeoutError as PeerTimeoutError
     from .group import Group as Group
+    from .low_latency import CombineMode as CombineMode
+    from .low_latency import DispatchHandle as DispatchHandle
+    from .low_latency import DispatchLayout as DispatchLayout
+    from .low_latency import DispatchOutput as DispatchOutput
+    from .low_latency import MoECommunicator as MoECommunicator
+    from .low_latency import MoEMode as MoEMode
     from .plan import Plan as Plan
     from .pool import ExpertPool as ExpertPool
+    from .quant import DispatchDataType as DispatchDataType
+    from .quant import QuantConfig as QuantConfig
 
 _HOME = {
     "Group": "group",
@@ -26,6 +34,14 @@ _HOME = {
     "ExpertPool": "pool",
     "asarray": "arrays",
     "to_dlpack": "arrays",
+    "MoECommunicator": "low_latency",
+    "MoEMode": "low_latency",
+    "DispatchLayout": "low_latency",
+    "CombineMode": "low_latency",
+    "DispatchOutput": "low_latency",
+    "DispatchHandle": "low_latency",
+    "DispatchDataType": "quant",
+    "QuantConfig": "quant",
     "EpcommError": "errors",
     "DriverError": "errors",
     "HandleError": "errors",

@@ -105,11 +105,13 @@ class Endpoint:
             follow(self.device, handle, caller)
         return self.group.order.call(self.device, handle)
 
+    def _refuse_cold(self, operation, handle):
+        if not operation.warm and capturing(self.device, handle):
+            raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
+
     def _launch(self, operation, handle):
-        if not operation.warm:
-            if capturing(self.device, handle):
-                raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
-            operation.warm = True
+        self._refuse_cold(operation, handle)
+        operation.warm = True
         operation.run(handle)
         self._last_handle = handle
         self._raise_known()

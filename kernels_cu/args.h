@@ -167,3 +167,71 @@ struct ReduceGradArgs {
   i32 num_pools;
   struct Pool pools[MAX_POOLS];
 };
+
+// Where a low-latency dispatch keeps what its handle and its output need: offsets in bytes into one slab a call (docs/low_latency.md).
+struct LowLatencySlab {
+  i64 rows;
+  i64 weights;
+  i64 targets;
+  i64 route_weights;
+  i64 counts;
+  i64 layout_range;
+  i64 src_info;
+  i64 topk_idx;
+  i64 topk_weights;
+  i64 block_scales;
+};
+
+// low_latency_dispatch.cu: few tokens to their experts, one launch.
+struct LowLatencyDispatchArgs {
+  struct World world;
+  const u8* x;
+  const void* topk_idx;
+  const f32* topk_weights;
+  u8* tokens;
+  u8* slab;
+  u32* epochs;
+  struct LowLatencySlab at;
+  i64 slots;
+  i64 flags;
+  i64 masks;
+  i64 entries;
+  i64 counts;
+  i32 num_tokens;
+  i32 index_bytes;
+  i32 capacity;
+  i32 bitmap_words;
+  i32 shared_counts;
+  i32 shared_masks;
+  i32 shared_places;
+  i32 shared_table;
+  i32 hidden;
+  i32 topk;
+  i32 experts;
+  i32 ranks;
+  i32 lines;
+  i32 rank_major;
+  i32 direct_send;
+  i32 fp8;
+  i32 power_of_two;
+};
+
+// low_latency_combine.cu: their experts' rows back, weighted and summed, one launch.
+struct LowLatencyCombineArgs {
+  struct World world;
+  const u8* x;
+  u8* out;
+  u8* slab;
+  u32* epochs;
+  struct LowLatencySlab at;
+  i64 slots;
+  i64 flags;
+  i32 num_tokens;
+  i32 capacity;
+  i32 hidden;
+  i32 topk;
+  i32 ranks;
+  i32 lines;
+  i32 rank_major;
+  i32 direct_send;
+};

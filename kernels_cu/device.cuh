@@ -122,6 +122,23 @@ DEV bool line_load(const void* line, Vec16& mine, u32 epoch) {
   mine = seen;
   return true;
 }
+// Line line(i) of every i < N, all under way together; null: mine[i] is left alone. Until it returns true the others are of no use.
+template <i32 N, class Line>
+DEV bool lines_load(Line line, Vec16 (&mine)[N], u32 epoch) {
+  i32 part = lane_index() % 8;
+  u32 loaded = 0;
+#pragma unroll
+  for (i32 i = 0; i < N; i++) {
+    const void* at = line(i);
+    if (at == nullptr) continue;
+    mine[i] = packet_load((const u8*)at + part * 16);
+    loaded |= 1u << i;
+  }
+  bool here = true;
+#pragma unroll
+  for (i32 i = 0; i < N; i++) here = here && (part != 7 || (loaded >> i & 1) == 0 || mine[i].x == epoch);
+  return __all_sync(~0u, here) != 0;
+}
 
 // ---- mbarriers and bulk copies
 DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -154,6 +171,7 @@ DEV void row_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n
 // ---- time
 DEV u64 clock_ns() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
 DEV void spin_hint() { __nanosleep(20); }
+DEV void poll_hint() {}  // between polls where every nanosecond counts
 
 // ---- arithmetic that is never contracted or reassociated
 DEV f32 fma_rn(f32 x, f32 y, f32 z) { return __fmaf_rn(x, y, z); }

@@ -175,6 +175,22 @@ DEV bool line_load(const void* line, Vec16& mine, u32 epoch) {
   return true;
 }
 
+template <i32 N, class Line>
+DEV bool lines_load(Line line, Vec16 (&mine)[N], u32 epoch) {
+  i32 part = lane_index() % 8;
+  bool here = true;
+  for (i32 i = 0; i < N && part == 7; i++) {
+    const u8* at = line(i);
+    here = here && (at == nullptr || ld_acquire(reinterpret_cast<const u32*>(at + 112)) == epoch);
+  }
+  if (!warp_all(here)) return false;
+  for (i32 i = 0; i < N && part != 7; i++) {
+    const u8* at = line(i);
+    if (at != nullptr) mine[i] = load16(at + part * 16);
+  }
+  return true;
+}
+
 // ---- mbarriers and bulk copies
 DEV simt::Mbarrier& as_mbarrier(u64* b) { return *reinterpret_cast<simt::Mbarrier*>(b); }
 DEV void mbarrier_init(u64* b, u32 count) { as_mbarrier(b) = {0, count, count, 0}; }
@@ -196,6 +212,7 @@ DEV u64 clock_ns() {
   return u64(now.tv_sec) * 1000000000u + u64(now.tv_nsec);
 }
 DEV void spin_hint() { simt::spin(); }
+DEV void poll_hint() { simt::spin(); }
 
 // ---- arithmetic that is never contracted (the build says -ffp-contract=off)
 template <class T>

@@ -10,6 +10,10 @@
 #include "../rows.cuh"
 #endif
 
+#if __has_include("../low_latency.cuh")
+#include "../low_latency.cuh"
+#endif
+
 #if __has_include("../plan.cu")
 namespace plan_cu {
 #include "../plan.cu"

@@ -1,0 +1,439 @@
+// low_latency_dispatch: few tokens to the ranks of their experts, in one launch.
+//
+//   send     Block 0 sends the routing: it finds each entry's index among the source's entries of the same list, and sends every
+//            peer its packets. The other blocks push a token's row to every rank that it goes to, from shared memory.
+//   place    Every block learns the lengths of all lists, and for each of its tokens, of every source, where the rows go.
+//   deliver  Own rows from shared memory, peers' rows as they come in, each to all its places.
+//
+// A list is what rows lie contiguous in: an expert (expert-major) or a rank (rank-major). Row = start of the list + what lower ranks
+// send there + index within the source; so every rank knows every row without a second exchange, and the order is fixed. A block
+// sends all that it owes before its first wait.
+#include "low_latency.cuh"
+
+typedef LowLatencyDispatchArgs Args;
+
+constexpr i32 NO_EXPERT = -1, BAD_ID = -2;
+constexpr f32 LARGEST_E4M3 = 448.f, SMALLEST_AMAX = 1e-4f;
+
+// Shared memory: the token's row as it travels, lengths of all lists [R][lists of a rank], then two of each, by turns, for a token at a
+// time: which entries of each source lie here [R], their rows [R][K]; and for block 0 its table.
+DEV u8* staged_row() { return smem(); }
+DEV u32* list_lengths(const Args& a) { return (u32*)(smem() + a.shared_counts); }
+DEV u32* masks_of(const Args& a, i32 turn) { return (u32*)(smem() + a.shared_masks) + (turn & 1) * SHAPE(ranks); }
+DEV i32* places_of(const Args& a, i32 turn) { return (i32*)(smem() + a.shared_places) + (turn & 1) * SHAPE(ranks) * SHAPE(topk); }
+
+DEV i32 local_experts(const Args& a) { return SHAPE(experts) / SHAPE(ranks); }
+DEV i32 lists_of_rank(const Args& a) { return SHAPE(rank_major) ? 1 : local_experts(a); }
+
+// Packets {value, epoch, value, epoch} of the call's parity, which rank `from` sends to rank `at`. One a token: bits of the entries that
+// lie there, and the token's index (rank-major). One an entry that lies there: local expert << 16 | index, weight.
+DEV u8* mask_packet(const Args& a, i32 at, i32 from, i32 token, u32 epoch) {
+  const i64 i = ((epoch & 1) * SHAPE(ranks) + from) * (i64)a.capacity + token;
+  return chunk(a.world, at) + a.masks + i * 16;
+}
+DEV u8* entry_packet(const Args& a, i32 at, i32 from, i64 entry, u32 epoch) {
+  const i64 i = ((epoch & 1) * SHAPE(ranks) + from) * (i64)a.capacity * SHAPE(topk) + entry;
+  return chunk(a.world, at) + a.entries + i * 16;
+}
+// {length, epoch} of a list.
+DEV u64* length_packet(const Args& a, i32 at, i32 from, i32 list, u32 epoch) {
+  return (u64*)(chunk(a.world, at) + a.counts) + ((epoch & 1) * SHAPE(ranks) + from) * lists_of_rank(a) + list;
+}
+
+// The expert of an entry of this rank.
+DEV i32 expert_of(const Args& a, i64 entry) {
+  if (entry >= (i64)a.num_tokens * SHAPE(topk)) return NO_EXPERT;
+  const i64 id = a.index_bytes == 8 ? ((const i64*)a.topk_idx)[entry] : ((const i32*)a.topk_idx)[entry];
+  return id >= -1 && id < SHAPE(experts) ? (i32)id : BAD_ID;
+}
+
+// The rank that this lane's entry of a token goes to, -1: none.
+DEV i32 target_of(const Args& a, i32 token) {
+  const i32 expert = lane_index() < SHAPE(topk) ? expert_of(a, (i64)token * SHAPE(topk) + lane_index()) : NO_EXPERT;
+  return token < a.num_tokens && expert >= 0 ? expert / local_experts(a) : -1;
+}
+
+// ---- rows
+
+// 8 columns of a lane to 8 bytes of e4m3; 16 lanes share a scale.
+DEV void quantize(const Args& a, Vec16 v, u8* row, i32 piece) {
+  f32 x[8], largest = SMALLEST_AMAX;
+  unpack<DTYPE_BF16>(v, x);
+#pragma unroll
+  for (i32 i = 0; i < 8; i++) {
+    const f32 magnitude = f32_from_bits(f32_bits(x[i]) & 0x7fffffff);
+    if (magnitude > largest) largest = magnitude;  // a NaN is passed over
+  }
+#pragma unroll
+  for (i32 step = 8; step > 0; step /= 2) {
+    const f32 other = warp_shfl_xor(largest, step);
+    if (other > largest) largest = other;
+  }
+  f32 scale = div_rn(largest, LARGEST_E4M3), inverse = div_rn(LARGEST_E4M3, largest);
+  if (SHAPE(power_of_two)) {
+    const u32 bits = f32_bits(scale);
+    scale = f32_from_bits(((bits >> 23) + ((bits & 0x7fffff) != 0)) << 23);
+    inverse = div_rn(1.f, scale);
+  }
+  u32 q[2] = {0, 0};
+#pragma unroll
+  for (i32 i = 0; i < 8; i++) q[i / 4] |= (u32)f32_to_e4m3(mul_rn(x[i], inverse)) << i % 4 * 8;
+  if (piece * 8 >= SHAPE(hidden)) return;
+  ((u32*)row)[piece * 2] = q[0];
+  ((u32*)row)[piece * 2 + 1] = q[1];
+  if (piece % 16 == 0) ((f32*)(row + SHAPE(hidden)))[piece / 16] = scale;
+}
+
+// The token's row into shared memory, as it travels. A block barrier must follow.
+DEV void stage(const Args& a, i32 token) {
+  const i32 vectors = SHAPE(hidden) / 8;
+  const u8* row = a.x + (i64)token * SHAPE(hidden) * 2;
+  for (i32 first = warp_index() * WARP; first < vectors; first += block_threads()) {
+    const i32 i = first + lane_index();
+    Vec16 v = Vec16{0, 0, 0, 0};
+    if (i < vectors) v = load16_const(row + i * 16);
+    if (SHAPE(fp8)) quantize(a, v, staged_row(), i);
+    else if (i < vectors) *(Vec16*)(staged_row() + i * 16) = v;
+  }
+}
+
+// The staged row to every peer that lane k's target names.
+DEV void push(const Args& a, const Wire& wire, i32 token, i32 target, u32 epoch) {
+  const i32 me = a.world.rank;
+  const bool leads = (warp_match_any((u32)target) & lanes_below()) == 0 && target >= 0 && target != me;
+  const u32 peers = warp_ballot(leads);
+  const i64 slot = (i64)me * a.capacity + token;
+  for (i32 first = warp_index() * WARP; first < spots_of(wire) && peers != 0; first += block_threads()) {
+    const i32 spot = first + lane_index(), piece = piece_at(wire, spot);
+    Vec16 v = Vec16{0, 0, 0, 0};
+    if (piece >= 0) v = *(const Vec16*)(staged_row() + piece * 16);
+    for (u32 left = peers; left != 0; left &= left - 1) {
+      const i32 peer = warp_shfl(target, ffs(left) - 1);
+      put(wire, slot_at(a.world, wire, peer, slot), spot, v, epoch);
+    }
+  }
+  if (wire.lines || peers == 0) return;
+  block_sync();
+  if (warp_index() == 0 && leads) {
+    fence_sys();
+    st_relaxed(flag_at(a.world, wire, target, slot), epoch);
+  }
+}
+
+// ---- routing: block 0
+
+// For a window of 32 * W tokens at a time: which of them are in each list [lists][W], and each token's entries on each rank
+// [tokens][R]; and how many came before the window.
+struct Table {
+  u32* before;
+  u32* bits;
+  u32* masks;
+  i32 lists, words;
+};
+DEV Table table_of(const Args& a) {
+  Table t;
+  t.lists = SHAPE(ranks) * lists_of_rank(a);
+  t.words = a.bitmap_words;
+  t.before = (u32*)(smem() + a.shared_table);
+  t.bits = t.before + t.lists;
+  t.masks = t.bits + t.lists * t.words;
+  return t;
+}
+DEV u32 index_in_list(const Table& t, i32 list, i32 token) {
+  const u32* bits = t.bits + list * t.words;
+  u32 index = t.before[list] + popc(bits[token / 32] & ((1u << token % 32) - 1));
+  for (i32 i = 0; i < token / 32; i++) index += popc(bits[i]);
+  return index;
+}
+
+struct Entry {
+  i32 expert;
+  f32 weight;
+};
+DEV Entry entry_of(const Args& a, i64 entry) {
+  Entry e;
+  e.expert = expert_of(a, entry);
+  e.weight = e.expert >= 0 && a.topk_weights ? a.topk_weights[entry] : 1.f;
+  return e;
+}
+
+DEV void clear_table(const Args& a, const Table& t, i32 first) {
+  const i32 end = t.lists * (1 + t.words) + 32 * t.words * SHAPE(ranks);
+  for (i32 i = first + thread_index(); i < end; i += block_threads()) t.before[i] = 0;
+}
+
+// `first`: the entry of this thread's number, loaded early.
+DEV void send_routing(const Args& a, Entry first, u32 epoch) {
+  const i32 topk = SHAPE(topk), ranks = SHAPE(ranks), me = a.world.rank, local = local_experts(a);
+  const Table t = table_of(a);
+  for (i32 begin = 0; begin < a.capacity; begin += 32 * t.words) {
+    const i32 tokens = min(a.capacity - begin, 32 * t.words);
+    const bool ends = begin + tokens == a.capacity;
+    const i64 base = (i64)begin * topk;
+    for (i32 i = thread_index(); i < tokens * topk; i += block_threads()) {
+      const Entry e = base + i == thread_index() ? first : entry_of(a, base + i);
+      if (e.expert == BAD_ID) atomic_add(a.world.bad_input + BAD_EXPERT_IDS, 1);
+      if (e.expert < 0) continue;
+      const i32 token = i / topk, rank = e.expert / local, list = SHAPE(rank_major) ? rank : e.expert;
+      atomic_or(t.bits + list * t.words + token / 32, 1u << token % 32);
+      atomic_or(t.masks + token * ranks + rank, 1u << i % topk);
+    }
+    block_sync();
+    if (ends)
+      for (i32 list = thread_index(); list < t.lists; list += block_threads()) {
+        const u32 length = index_in_list(t, list, 32 * t.words - 1) + (t.bits[list * t.words + t.words - 1] >> 31);
+        st_relaxed(length_packet(a, list / lists_of_rank(a), me, list % lists_of_rank(a), epoch), (u64)epoch << 32 | length);
+      }
+    for (i32 i = thread_index(); i < tokens * ranks; i += block_threads()) {
+      const i32 token = i % tokens, rank = i / tokens;
+      const u32 mask = t.masks[token * ranks + rank], index = SHAPE(rank_major) ? index_in_list(t, rank, token) : 0;
+      packet_store(mask_packet(a, rank, me, begin + token, epoch), Vec16{mask, epoch, index, epoch});
+    }
+    for (i32 i = thread_index(); i < tokens * topk; i += block_threads()) {
+      const Entry e = base + i == thread_index() ? first : entry_of(a, base + i);
+      const i32 rank = e.expert >= 0 ? e.expert / local : -1;
+      if (base + i < (i64)a.num_tokens * topk) {
+        in_slab<i32>(a.slab, a.at.targets)[base + i] = rank;
+        in_slab<f32>(a.slab, a.at.route_weights)[base + i] = e.weight;
+      }
+      if (e.expert < 0) continue;
+      const u32 index = SHAPE(rank_major) ? 0 : index_in_list(t, e.expert, i / topk);
+      const Vec16 packet = Vec16{(u32)(e.expert - rank * local) << 16 | index, epoch, f32_bits(e.weight), epoch};
+      packet_store(entry_packet(a, rank, me, base + i, epoch), packet);
+    }
+    if (ends) break;
+    block_sync();
+    for (i32 list = thread_index(); list < t.lists; list += block_threads())
+      t.before[list] = index_in_list(t, list, 32 * t.words - 1) + (t.bits[list * t.words + t.words - 1] >> 31);
+    block_sync();
+    clear_table(a, t, t.lists);
+    block_sync();
+  }
+}
+
+// ---- places
+
+// The lengths of all sources' lists on this rank, into shared memory. The last threads begin: the first ones have entries to wait for.
+DEV bool receive_lengths(const Args& a, u32 epoch) {
+  const i32 lists = lists_of_rank(a), n = SHAPE(ranks) * lists;
+  for (i32 first = (block_warps() - 1 - warp_index()) * WARP; first < n; first += block_threads()) {
+    const i32 i = first + lane_index();
+    const u64* packet = length_packet(a, a.world.rank, 0, i, epoch);
+    u64 got = 0;
+    const auto ready = [&](u32& seen) {
+      if (i >= n) return true;
+      got = ld_relaxed(packet);
+      return (seen = (u32)(got >> 32)) == epoch;
+    };
+    if (!warp_wait(a.world, ready, epoch, OP_LL_DISPATCH, i / lists)) return false;
+    if (i < n) list_lengths(a)[i] = (u32)got;
+  }
+  return true;
+}
+
+// What came of one entry of a token: number j = source * K + k.
+struct Arrival {
+  u32 mask, index;  // of the token
+  u32 value;        // local expert << 16 | index in the expert
+  f32 weight;
+};
+DEV bool receive_entry(const Args& a, i32 token, i32 j, u32 epoch, Arrival& got) {
+  const i32 topk = SHAPE(topk), source = j / topk, k = j % topk;
+  const bool none = j >= SHAPE(ranks) * topk;
+  const u8* mask_at = mask_packet(a, a.world.rank, source, token, epoch);
+  const u8* entry_at = entry_packet(a, a.world.rank, source, (i64)token * topk + k, epoch);
+  const auto ready = [&](u32& seen) {
+    if (none) return true;
+    const Vec16 mask = packet_load(mask_at), entry = packet_load(entry_at);
+    got = Arrival{mask.x, mask.z, entry.x, f32_from_bits(entry.z)};
+    seen = mask.y;
+    if (mask.y != epoch || mask.w != epoch) return false;
+    if ((mask.x >> k & 1) == 0) return true;
+    seen = entry.y;
+    return entry.y == epoch && entry.w == epoch;
+  };
+  return warp_wait(a.world, ready, epoch, OP_LL_DISPATCH, source);
+}
+
+// Expert-major: entry j's row, to shared memory and into the slab.
+DEV void place_in_expert(const Args& a, i32 token, i32 j, const Arrival& got, i32* places) {
+  const i32 topk = SHAPE(topk), source = j / topk, local = local_experts(a);
+  const i64 entry = ((i64)source * a.capacity + token) * topk + j % topk;
+  i32 row = -1;
+  if (got.mask >> j % topk & 1) {
+    const i32 expert = got.value >> 16;
+    row = expert * SHAPE(ranks) * a.capacity + (got.value & 0xffff);
+    for (i32 r = 0; r < source; r++) row += list_lengths(a)[r * local + expert];
+    in_slab<i32>(a.slab, a.at.src_info)[row] = token;
+    if (!SHAPE(direct_send)) in_slab<f32>(a.slab, a.at.weights)[entry] = got.weight;
+  }
+  in_slab<i32>(a.slab, a.at.rows)[entry] = row;
+  places[j] = row;
+}
+
+// Rank-major: likewise, with the ids and weights beside the row; and row number `token` of this source if nothing lies there.
+DEV void place_in_rank(const Args& a, i32 token, i32 j, const Arrival& got, i32* places) {
+  const i32 topk = SHAPE(topk), source = j / topk, k = j % topk;
+  const bool here = got.mask >> k & 1;
+  const i32 row = source * a.capacity + got.index;
+  i32* ids = in_slab<i32>(a.slab, a.at.topk_idx);
+  f32* weights = in_slab<f32>(a.slab, a.at.topk_weights);
+  i32* src_info = in_slab<i32>(a.slab, a.at.src_info);
+  if (got.mask != 0) {
+    ids[(i64)row * topk + k] = here ? a.world.rank * local_experts(a) + (i32)(got.value >> 16) : -1;
+    weights[(i64)row * topk + k] = here ? got.weight : 0.f;
+    if (k == 0) src_info[row] = token;
+  }
+  if (token >= (i32)list_lengths(a)[source]) {
+    const i64 idle = (i64)source * a.capacity + token;
+    ids[idle * topk + k] = -1;
+    weights[idle * topk + k] = 0.f;
+    if (k == 0) src_info[idle] = -1;
+  }
+  const i64 entry = ((i64)source * a.capacity + token) * topk + k;
+  in_slab<i32>(a.slab, a.at.rows)[entry] = !here ? -1 : SHAPE(direct_send) ? row * topk + k : row;
+  places[j] = row;
+}
+
+// Lengths and ranges of the lists, for the caller.
+DEV void describe(const Args& a) {
+  const i32 ranks = SHAPE(ranks), lists = lists_of_rank(a);
+  const u32* lengths = list_lengths(a);
+  i32* counts = in_slab<i32>(a.slab, a.at.counts);
+  i64* ranges = in_slab<i64>(a.slab, a.at.layout_range);
+  for (i32 i = thread_index(); i < lists * ranks; i += block_threads()) {
+    const i32 list = i / ranks, source = i % ranks;
+    i64 first = 0;
+    if (SHAPE(rank_major)) first = (i64)source * a.capacity;
+    else
+      for (i32 r = 0; r < source; r++) first += lengths[r * lists + list];
+    const u32 length = lengths[source * lists + list];
+    ranges[i] = first << 32 | length;
+    if (SHAPE(rank_major)) counts[source] = length;
+    else if (source == ranks - 1) counts[list] = (i32)first + length;
+  }
+}
+
+// ---- delivery
+
+// A piece of a row to all its places.
+DEV void deliver(const Args& a, const i32* places, u32 mask, i32 piece, Vec16 v) {
+  const i32 vectors = SHAPE(fp8) ? SHAPE(hidden) / 16 : SHAPE(hidden) / 8, scales = SHAPE(hidden) / 128;
+  for (u32 left = mask; left != 0; left &= left - 1) {
+    const i64 row = places[ffs(left) - 1];
+    if (piece < vectors) {
+      store16(a.tokens + (row * vectors + piece) * 16, v);
+      continue;
+    }
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+    u32* target = in_slab<u32>(a.slab, a.at.block_scales) + row * scales;
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+      const i32 scale = (piece - vectors) * 4 + i;
+      if (scale < scales) target[scale] = word[i];
+    }
+  }
+}
+
+DEV bool receive_row(const Args& a, const Wire& wire, i32 source, i32 token, const i32* places, u32 mask, u32 epoch) {
+  const World& w = a.world;
+  const i64 slot = (i64)source * a.capacity + token;
+  u8* row = slot_at(w, wire, w.rank, slot);
+  if (!wire.lines) {
+    const u32* flag = flag_at(w, wire, w.rank, slot);
+    const auto raised = [=](u32& seen) { return (seen = ld_acquire(flag)) == epoch; };
+    if (!warp_wait(w, raised, epoch, OP_LL_DISPATCH, source)) return false;
+  }
+  for (i32 first = warp_index() * WARP; first < spots_of(wire); first += block_threads()) {
+    const i32 spot = first + lane_index(), piece = piece_at(wire, spot);
+    Vec16 v;
+    if (wire.lines) {
+      const u8* line = line_at(wire, row, spot);
+      if (!warp_wait(w, [&](u32&) { return line_load(line, v, epoch); }, epoch, OP_LL_DISPATCH, source)) return false;
+    } else if (piece >= 0) {
+      v = load16(row + piece * 16);
+    }
+    if (piece >= 0) deliver(a, places, mask, piece, v);
+  }
+  return true;
+}
+
+// ---- a block's tokens, of all sources
+
+DEV bool place(const Args& a, i32 token, i32 turn, bool have_first, Arrival got, u32 epoch) {
+  const i32 topk = SHAPE(topk);
+  for (i32 first = warp_index() * WARP; first < SHAPE(ranks) * topk; first += block_threads()) {
+    const i32 j = first + lane_index();
+    if (!(have_first && j == thread_index()) && !receive_entry(a, token, j, epoch, got)) return false;
+    if (j >= SHAPE(ranks) * topk) continue;
+    if (SHAPE(rank_major)) place_in_rank(a, token, j, got, places_of(a, turn));
+    else place_in_expert(a, token, j, got, places_of(a, turn));
+    if (j % topk == 0) masks_of(a, turn)[j / topk] = got.mask;
+  }
+  return true;
+}
+
+DEV bool deliver_all(const Args& a, const Wire& wire, i32 token, i32 turn, u32 epoch) {
+  const i32 topk = SHAPE(topk), ranks = SHAPE(ranks), me = a.world.rank;
+  for (i32 i = 0; i < ranks; i++) {
+    const i32 source = me + i < ranks ? me + i : me + i - ranks;
+    const i32* places = places_of(a, turn) + source * topk;
+    u32 mask = masks_of(a, turn)[source];
+    if (SHAPE(rank_major)) mask &= 0 - mask;  // one row, whatever the number of entries
+    if (mask == 0) continue;
+    if (source != me) {
+      if (!receive_row(a, wire, source, token, places, mask, epoch)) return false;
+      continue;
+    }
+    for (i32 piece = thread_index(); piece < wire.pieces; piece += block_threads())
+      deliver(a, places, mask, piece, *(const Vec16*)(staged_row() + piece * 16));
+  }
+  return true;
+}
+
+KERNEL(low_latency_dispatch, LowLatencyDispatchArgs) {
+  const World& w = a.world;
+  const bool routes = block_index() == 0;
+  const i32 first = first_token();
+  // The loads of the row, its experts, the routing and the epoch go out together.
+  const i32 target = target_of(a, first);
+  Entry entry = {NO_EXPERT, 1.f};
+  if (routes) entry = entry_of(a, thread_index());
+  if (warp_any(target >= 0)) stage(a, first);
+  if (routes) clear_table(a, table_of(a), 0);
+  u32 epoch;
+  if (!start_call<false>(w, OP_LL_DISPATCH, a.epochs, epoch)) return;
+
+  const i32 row_bytes = SHAPE(fp8) ? SHAPE(hidden) + SHAPE(hidden) / 128 * 4 : SHAPE(hidden) * 2;
+  const i64 slots = (i64)SHAPE(ranks) * a.capacity;
+  const Wire wire = wire_of(a.slots, a.flags, slots, slots, row_bytes, SHAPE(lines), epoch);
+
+  if (routes) send_routing(a, entry, epoch);
+  i32 staged = first;
+  for (i32 token = first; token < a.num_tokens; token += grid_blocks()) {
+    const i32 goes_to = token == first ? target : target_of(a, token);
+    if (token != first) {
+      block_sync();
+      stage(a, staged = token);
+      block_sync();
+    }
+    push(a, wire, token, goes_to, epoch);
+  }
+  if (routes) tell_entered(w, OP_LL_DISPATCH, epoch);
+
+  Arrival early;
+  bool ok = true;
+  if (first < a.capacity && warp_index() * WARP < SHAPE(ranks) * SHAPE(topk)) ok = receive_entry(a, first, thread_index(), epoch, early);
+  ok = ok && receive_lengths(a, epoch);
+  if (block_any(!ok)) return;
+  if (routes) describe(a);
+  for (i32 token = first, turn = 0; token < a.capacity; token += grid_blocks(), turn++) {
+    ok = ok && place(a, token, turn, turn == 0, early, epoch);
+    if (block_any(!ok)) return;
+    if (masks_of(a, turn)[w.rank] != 0 && staged != token) {
+      stage(a, staged = token);
+      block_sync();
+    }
+    ok = deliver_all(a, wire, token, turn, epoch);
+  }
+}
