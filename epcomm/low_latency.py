@@ -292,7 +292,7 @@ class MoECommunicator(Endpoint):
             capacity=shape.max_tokens,
             **constants,
         )
-        grid = dict(grid=self.num_blocks, block=device.max_threads)
+        grid = dict(grid=self.num_blocks, block=device.max_threads, shared=layout.combine_shared(shape))
         return Operation(a, device.launcher("low_latency_combine", a, **grid, shape=constants))
 
     # -- operations ----------------------------------------------------------------------------------------------------------

@@ -139,6 +139,8 @@ def shared(shape: Shape, limit) -> Shared:
     places = masks + 2 * 4 * shape.ranks
     table = places + 2 * 4 * shape.ranks * shape.topk
     a_word = 4 * (lists + 32 * shape.ranks)
+    if combine_shared(shape) > limit:
+        raise ValueError(f"hidden_size {shape.hidden}: a row of {combine_shared(shape)} bytes exceeds the {limit} bytes of shared memory of a block")
     words = min(-(-shape.max_tokens // 32), (limit - table - 4 * lists) // a_word)
     if words < 1:
         need = table + 4 * lists + a_word
@@ -146,6 +148,11 @@ def shared(shape: Shape, limit) -> Shared:
             f"hidden_size {shape.hidden} and {lists} lists of rows need {need} bytes of shared memory, a block has {limit}"
         )
     return Shared(counts, masks, places, table, words, table + 4 * lists + words * a_word)
+
+
+def combine_shared(shape: Shape) -> int:
+    """Bytes of shared memory of low_latency_combine: with rank-local reduce the own sum of a token."""
+    return 0 if shape.direct_send else 2 * shape.hidden
 
 
 def problem(group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_local_experts, quantised, num_blocks):

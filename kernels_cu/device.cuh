@@ -33,9 +33,9 @@ DEV i32 thread_index() { return (i32)threadIdx.x; }
 DEV i32 block_threads() { return (i32)blockDim.x; }
 DEV i32 block_index() { return (i32)blockIdx.x; }
 DEV i32 grid_blocks() { return (i32)gridDim.x; }
-DEV i32 lane_index() { return thread_index() % WARP; }
-DEV i32 warp_index() { return thread_index() / WARP; }
-DEV i32 block_warps() { return block_threads() / WARP; }
+DEV i32 lane_index() { return (i32)(threadIdx.x % WARP); }
+DEV i32 warp_index() { return (i32)(threadIdx.x / WARP); }
+DEV i32 block_warps() { return (i32)(blockDim.x / WARP); }
 DEV u8* smem() { return epcomm_shared; }
 
 // ---- barriers and warp collectives

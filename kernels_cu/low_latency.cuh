@@ -25,6 +25,13 @@ DEV i32 piece_at(const Wire& wire, i32 spot) {
   const i32 piece = !wire.lines ? spot : spot % 8 == LINE_PIECES ? -1 : spot / 8 * LINE_PIECES + spot % 8;
   return piece < wire.pieces ? piece : -1;
 }
+// A warp's spots: warp_index() * WARP, then from one to the next by this. Where a block has a thread for every spot there is no loop.
+DEV i32 next_spots(i32 first, i32 spots) {
+#ifdef BLOCK_THREADS
+  if (BLOCK_THREADS >= spots) return spots;
+#endif
+  return first + block_threads();
+}
 DEV i64 slot_bytes(const Wire& wire) {
   return wire.lines ? spots_of(wire) / 8 * LINE_BYTES : (wire.pieces * 16 + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
 }
@@ -48,18 +55,24 @@ DEV void put(const Wire& wire, u8* slot, i32 spot, Vec16 v, u32 epoch) {
   else if (piece_at(wire, spot) >= 0) store16(slot + spot * 16, v);
 }
 
+// Whether a wait must end: this rank or a peer has given up, or it has lasted too long. `start`: when this was asked first, 0 before.
+DEV bool must_end(const World& w, u64& start) {
+  const u64 now = clock_ns();
+  if (start == 0) start = now;
+  return aborted(w) || (i64)(now - start) > w.timeout_ns;
+}
+
 // The whole warp waits until ready(seen) holds for each of its lanes. False for all of them: the timeout passed, or somebody gave up.
 template <class Ready>
 DEV bool warp_wait(const World& w, Ready ready, u32 wanted, i32 operation, i32 peer) {
   u32 seen = wanted - 1;
-  if (warp_all(ready(seen))) return true;
-  const u64 start = clock_ns();
-  for (u32 spins = 1;; spins++) {
-    poll_hint();
+  u64 start = 0;
+#pragma unroll 1
+  for (u32 polls = 1;; polls++) {
     const bool mine = ready(seen);
     if (warp_all(mine)) return true;
-    if (spins % 64 != 0) continue;  // the clock and the abort flag cost more than a poll
-    if (!warp_any(aborted(w) || (i64)(clock_ns() - start) > w.timeout_ns)) continue;
+    poll_hint();
+    if (polls % 64 != 0 || !warp_any(must_end(w, start))) continue;  // the clock and the abort flag cost more than a poll
     if (lane_index() == ffs(warp_ballot(!mine)) - 1) give_up(w, operation, peer, seen, wanted);
     return false;
   }
@@ -72,6 +85,7 @@ DEV bool start_call(const World& w, i32 operation, u32* epochs, u32& epoch) {
   epoch = epochs[block_index()] + 1;
   bool stop = aborted(w);
   if (AFTER_LAST && warp_index() == 0) {
+#pragma unroll 1
     for (i32 first = 0; first < w.ranks; first += WARP) {
       const i32 peer = first + lane_index();
       const u32* word = entry_word(w, w.rank, operation, peer);
@@ -91,6 +105,7 @@ DEV bool start_call(const World& w, i32 operation, u32* epochs, u32& epoch) {
 // Block 0 tells the peers that this call has begun, when it has sent all it owes. Relaxed: the reads that the word vouches for
 // were over before this kernel began.
 DEV void tell_entered(const World& w, i32 operation, u32 epoch) {
+#pragma unroll 1
   for (i32 r = thread_index(); r < w.ranks; r += block_threads()) st_relaxed(entry_word(w, r, operation, w.rank), epoch);
 }
 

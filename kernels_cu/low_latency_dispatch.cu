@@ -88,7 +88,8 @@ DEV void quantize(const Args& a, Vec16 v, u8* row, i32 piece) {
 DEV void stage(const Args& a, i32 token) {
   const i32 vectors = SHAPE(hidden) / 8;
   const u8* row = a.x + (i64)token * SHAPE(hidden) * 2;
-  for (i32 first = warp_index() * WARP; first < vectors; first += block_threads()) {
+#pragma unroll 1
+  for (i32 first = warp_index() * WARP; first < vectors; first = next_spots(first, vectors)) {
     const i32 i = first + lane_index();
     Vec16 v = Vec16{0, 0, 0, 0};
     if (i < vectors) v = load16_const(row + i * 16);
@@ -103,10 +104,12 @@ DEV void push(const Args& a, const Wire& wire, i32 token, i32 target, u32 epoch)
   const bool leads = (warp_match_any((u32)target) & lanes_below()) == 0 && target >= 0 && target != me;
   const u32 peers = warp_ballot(leads);
   const i64 slot = (i64)me * a.capacity + token;
-  for (i32 first = warp_index() * WARP; first < spots_of(wire) && peers != 0; first += block_threads()) {
+#pragma unroll 1
+  for (i32 first = warp_index() * WARP; first < spots_of(wire) && peers != 0; first = next_spots(first, spots_of(wire))) {
     const i32 spot = first + lane_index(), piece = piece_at(wire, spot);
     Vec16 v = Vec16{0, 0, 0, 0};
     if (piece >= 0) v = *(const Vec16*)(staged_row() + piece * 16);
+#pragma unroll 1
     for (u32 left = peers; left != 0; left &= left - 1) {
       const i32 peer = warp_shfl(target, ffs(left) - 1);
       put(wire, slot_at(a.world, wire, peer, slot), spot, v, epoch);
@@ -142,6 +145,7 @@ DEV Table table_of(const Args& a) {
 DEV u32 index_in_list(const Table& t, i32 list, i32 token) {
   const u32* bits = t.bits + list * t.words;
   u32 index = t.before[list] + popc(bits[token / 32] & ((1u << token % 32) - 1));
+#pragma unroll 1
   for (i32 i = 0; i < token / 32; i++) index += popc(bits[i]);
   return index;
 }
@@ -159,6 +163,7 @@ DEV Entry entry_of(const Args& a, i64 entry) {
 
 DEV void clear_table(const Args& a, const Table& t, i32 first) {
   const i32 end = t.lists * (1 + t.words) + 32 * t.words * SHAPE(ranks);
+#pragma unroll 1
   for (i32 i = first + thread_index(); i < end; i += block_threads()) t.before[i] = 0;
 }
 
@@ -166,10 +171,12 @@ DEV void clear_table(const Args& a, const Table& t, i32 first) {
 DEV void send_routing(const Args& a, Entry first, u32 epoch) {
   const i32 topk = SHAPE(topk), ranks = SHAPE(ranks), me = a.world.rank, local = local_experts(a);
   const Table t = table_of(a);
+#pragma unroll 1
   for (i32 begin = 0; begin < a.capacity; begin += 32 * t.words) {
     const i32 tokens = min(a.capacity - begin, 32 * t.words);
     const bool ends = begin + tokens == a.capacity;
     const i64 base = (i64)begin * topk;
+#pragma unroll 1
     for (i32 i = thread_index(); i < tokens * topk; i += block_threads()) {
       const Entry e = base + i == thread_index() ? first : entry_of(a, base + i);
       if (e.expert == BAD_ID) atomic_add(a.world.bad_input + BAD_EXPERT_IDS, 1);
@@ -180,15 +187,18 @@ DEV void send_routing(const Args& a, Entry first, u32 epoch) {
     }
     block_sync();
     if (ends)
+#pragma unroll 1
       for (i32 list = thread_index(); list < t.lists; list += block_threads()) {
         const u32 length = index_in_list(t, list, 32 * t.words - 1) + (t.bits[list * t.words + t.words - 1] >> 31);
         st_relaxed(length_packet(a, list / lists_of_rank(a), me, list % lists_of_rank(a), epoch), (u64)epoch << 32 | length);
       }
+#pragma unroll 1
     for (i32 i = thread_index(); i < tokens * ranks; i += block_threads()) {
       const i32 token = i % tokens, rank = i / tokens;
       const u32 mask = t.masks[token * ranks + rank], index = SHAPE(rank_major) ? index_in_list(t, rank, token) : 0;
       packet_store(mask_packet(a, rank, me, begin + token, epoch), Vec16{mask, epoch, index, epoch});
     }
+#pragma unroll 1
     for (i32 i = thread_index(); i < tokens * topk; i += block_threads()) {
       const Entry e = base + i == thread_index() ? first : entry_of(a, base + i);
       const i32 rank = e.expert >= 0 ? e.expert / local : -1;
@@ -203,6 +213,7 @@ DEV void send_routing(const Args& a, Entry first, u32 epoch) {
     }
     if (ends) break;
     block_sync();
+#pragma unroll 1
     for (i32 list = thread_index(); list < t.lists; list += block_threads())
       t.before[list] = index_in_list(t, list, 32 * t.words - 1) + (t.bits[list * t.words + t.words - 1] >> 31);
     block_sync();
@@ -216,6 +227,7 @@ DEV void send_routing(const Args& a, Entry first, u32 epoch) {
 // The lengths of all sources' lists on this rank, into shared memory. The last threads begin: the first ones have entries to wait for.
 DEV bool receive_lengths(const Args& a, u32 epoch) {
   const i32 lists = lists_of_rank(a), n = SHAPE(ranks) * lists;
+#pragma unroll 1
   for (i32 first = (block_warps() - 1 - warp_index()) * WARP; first < n; first += block_threads()) {
     const i32 i = first + lane_index();
     const u64* packet = length_packet(a, a.world.rank, 0, i, epoch);
@@ -255,14 +267,23 @@ DEV bool receive_entry(const Args& a, i32 token, i32 j, u32 epoch, Arrival& got)
   return warp_wait(a.world, ready, epoch, OP_LL_DISPATCH, source);
 }
 
+// Where the row of entry k goes in the slab's list of a token's rows on this rank. Direct send: to its k. Else those that lie here come
+// first, in ascending k, so that combine finds them without a search; the others follow as -1.
+DEV i64 place_in_slab(const Args& a, i32 source, i32 token, i32 k, u32 mask) {
+  const u32 below = (1u << k) - 1;
+  const i32 packed = mask >> k & 1 ? popc(mask & below) : popc(mask) + popc(~mask & below);
+  return ((i64)source * a.capacity + token) * SHAPE(topk) + (SHAPE(direct_send) ? k : packed);
+}
+
 // Expert-major: entry j's row, to shared memory and into the slab.
 DEV void place_in_expert(const Args& a, i32 token, i32 j, const Arrival& got, i32* places) {
-  const i32 topk = SHAPE(topk), source = j / topk, local = local_experts(a);
-  const i64 entry = ((i64)source * a.capacity + token) * topk + j % topk;
+  const i32 topk = SHAPE(topk), source = j / topk, k = j % topk, local = local_experts(a);
+  const i64 entry = place_in_slab(a, source, token, k, got.mask);
   i32 row = -1;
-  if (got.mask >> j % topk & 1) {
+  if (got.mask >> k & 1) {
     const i32 expert = got.value >> 16;
     row = expert * SHAPE(ranks) * a.capacity + (got.value & 0xffff);
+#pragma unroll 1
     for (i32 r = 0; r < source; r++) row += list_lengths(a)[r * local + expert];
     in_slab<i32>(a.slab, a.at.src_info)[row] = token;
     if (!SHAPE(direct_send)) in_slab<f32>(a.slab, a.at.weights)[entry] = got.weight;
@@ -290,7 +311,7 @@ DEV void place_in_rank(const Args& a, i32 token, i32 j, const Arrival& got, i32*
     weights[idle * topk + k] = 0.f;
     if (k == 0) src_info[idle] = -1;
   }
-  const i64 entry = ((i64)source * a.capacity + token) * topk + k;
+  const i64 entry = place_in_slab(a, source, token, k, got.mask);
   in_slab<i32>(a.slab, a.at.rows)[entry] = !here ? -1 : SHAPE(direct_send) ? row * topk + k : row;
   places[j] = row;
 }
@@ -301,11 +322,13 @@ DEV void describe(const Args& a) {
   const u32* lengths = list_lengths(a);
   i32* counts = in_slab<i32>(a.slab, a.at.counts);
   i64* ranges = in_slab<i64>(a.slab, a.at.layout_range);
+#pragma unroll 1
   for (i32 i = thread_index(); i < lists * ranks; i += block_threads()) {
     const i32 list = i / ranks, source = i % ranks;
     i64 first = 0;
     if (SHAPE(rank_major)) first = (i64)source * a.capacity;
     else
+#pragma unroll 1
       for (i32 r = 0; r < source; r++) first += lengths[r * lists + list];
     const u32 length = lengths[source * lists + list];
     ranges[i] = first << 32 | length;
@@ -319,6 +342,7 @@ DEV void describe(const Args& a) {
 // A piece of a row to all its places.
 DEV void deliver(const Args& a, const i32* places, u32 mask, i32 piece, Vec16 v) {
   const i32 vectors = SHAPE(fp8) ? SHAPE(hidden) / 16 : SHAPE(hidden) / 8, scales = SHAPE(hidden) / 128;
+#pragma unroll 1
   for (u32 left = mask; left != 0; left &= left - 1) {
     const i64 row = places[ffs(left) - 1];
     if (piece < vectors) {
@@ -344,7 +368,8 @@ DEV bool receive_row(const Args& a, const Wire& wire, i32 source, i32 token, con
     const auto raised = [=](u32& seen) { return (seen = ld_acquire(flag)) == epoch; };
     if (!warp_wait(w, raised, epoch, OP_LL_DISPATCH, source)) return false;
   }
-  for (i32 first = warp_index() * WARP; first < spots_of(wire); first += block_threads()) {
+#pragma unroll 1
+  for (i32 first = warp_index() * WARP; first < spots_of(wire); first = next_spots(first, spots_of(wire))) {
     const i32 spot = first + lane_index(), piece = piece_at(wire, spot);
     Vec16 v;
     if (wire.lines) {
@@ -362,6 +387,7 @@ DEV bool receive_row(const Args& a, const Wire& wire, i32 source, i32 token, con
 
 DEV bool place(const Args& a, i32 token, i32 turn, bool have_first, Arrival got, u32 epoch) {
   const i32 topk = SHAPE(topk);
+#pragma unroll 1
   for (i32 first = warp_index() * WARP; first < SHAPE(ranks) * topk; first += block_threads()) {
     const i32 j = first + lane_index();
     if (!(have_first && j == thread_index()) && !receive_entry(a, token, j, epoch, got)) return false;
@@ -375,6 +401,7 @@ DEV bool place(const Args& a, i32 token, i32 turn, bool have_first, Arrival got,
 
 DEV bool deliver_all(const Args& a, const Wire& wire, i32 token, i32 turn, u32 epoch) {
   const i32 topk = SHAPE(topk), ranks = SHAPE(ranks), me = a.world.rank;
+#pragma unroll 1
   for (i32 i = 0; i < ranks; i++) {
     const i32 source = me + i < ranks ? me + i : me + i - ranks;
     const i32* places = places_of(a, turn) + source * topk;
@@ -385,6 +412,7 @@ DEV bool deliver_all(const Args& a, const Wire& wire, i32 token, i32 turn, u32 e
       if (!receive_row(a, wire, source, token, places, mask, epoch)) return false;
       continue;
     }
+#pragma unroll 1
     for (i32 piece = thread_index(); piece < wire.pieces; piece += block_threads())
       deliver(a, places, mask, piece, *(const Vec16*)(staged_row() + piece * 16));
   }
@@ -410,6 +438,7 @@ KERNEL(low_latency_dispatch, LowLatencyDispatchArgs) {
 
   if (routes) send_routing(a, entry, epoch);
   i32 staged = first;
+#pragma unroll 1
   for (i32 token = first; token < a.num_tokens; token += grid_blocks()) {
     const i32 goes_to = token == first ? target : target_of(a, token);
     if (token != first) {
@@ -427,6 +456,7 @@ KERNEL(low_latency_dispatch, LowLatencyDispatchArgs) {
   ok = ok && receive_lengths(a, epoch);
   if (block_any(!ok)) return;
   if (routes) describe(a);
+#pragma unroll 1
   for (i32 token = first, turn = 0; token < a.capacity; token += grid_blocks(), turn++) {
     ok = ok && place(a, token, turn, turn == 0, early, epoch);
     if (block_any(!ok)) return;
