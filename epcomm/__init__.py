@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .errors import PeerTimeoutError as PeerTimeoutError
     from .group import Group as Group
     from .low_latency import CombineMode as CombineMode
-    from .low_latency import DispatchHandle as DispatchHandle
-    from .low_latency import DispatchLayout as DispatchLayout
-    from .low_latency import DispatchOutput as DispatchOutput
+    from .low_latency_output import DispatchHandle as DispatchHandle
+    from .low_latency_output import DispatchLayout as DispatchLayout
+    from .low_latency_output import DispatchOutput as DispatchOutput
     from .low_latency import MoECommunicator as MoECommunicator
     from .low_latency import MoEMode as MoEMode
     from .plan import Plan as Plan
@@ -36,10 +36,10 @@ _HOME = {
     "to_dlpack": "arrays",
     "MoECommunicator": "low_latency",
     "MoEMode": "low_latency",
-    "DispatchLayout": "low_latency",
+    "DispatchLayout": "low_latency_output",
     "CombineMode": "low_latency",
-    "DispatchOutput": "low_latency",
-    "DispatchHandle": "low_latency",
+    "DispatchOutput": "low_latency_output",
+    "DispatchHandle": "low_latency_output",
     "DispatchDataType": "quant",
     "QuantConfig": "quant",
     "EpcommError": "errors",

@@ -1,6 +1,7 @@
-"""Where everything of a MoECommunicator lies: symmetric areas, the slab of a dispatch, shared memory; and what its settings must be."""
+"""Where everything of a MoECommunicator lies, and what its settings must be."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,8 +19,11 @@ MAX_TOKENS = 1 << 16  # a packet has 16 bits for an index within a source, and 1
 class Shape:
     """What a communicator is made for, as numbers.
 
-    Attributes: ranks, num_experts, hidden, topk, max_tokens: `R, E, H, K, T`. rank_major, direct_send: layout and combine mode.
-        quant: QuantConfig or None. lines: rows travel as lines, else with a flag each.
+    Attributes:
+        ranks, num_experts, hidden, topk, max_tokens: `R, E, H, K, T`.
+        rank_major, direct_send: the layout and the combine mode.
+        quant: QuantConfig or None.
+        lines: rows travel as lines, else with a flag each.
     """
 
     ranks: int
@@ -34,6 +38,7 @@ class Shape:
 
     @property
     def local_experts(self):
+        """Experts of a rank."""
         return self.num_experts // self.ranks
 
     @property
@@ -41,12 +46,12 @@ class Shape:
         """Rows of an expert (expert-major), or of a rank (rank-major): R*T."""
         return self.ranks * self.max_tokens
 
-    @property
+    @cached_property
     def tokens_shape(self):
         """Shape of what dispatch delivers."""
         return (self.rows, self.hidden) if self.rank_major else (self.local_experts, self.rows, self.hidden)
 
-    @property
+    @cached_property
     def expert_output_shape(self):
         """Shape of what combine takes."""
         if not self.rank_major:
@@ -81,11 +86,15 @@ def areas(shape: Shape) -> Areas:
 
 
 class SlabLayout:
-    """The arrays of one dispatch, in one allocation: what its handle needs, and what it hands out beside the tokens.
+    """The arrays of one dispatch, in one allocation.
 
-    `fields[name]` is (offset in bytes, shape, dtype). For combine: rows [R, T, K] row of each source's entry here, -1 = elsewhere;
-    weights [R, T, K], where it reduces here; targets [T, K] rank of the own entries; route_weights [T, K]. For the caller: counts,
-    layout_range, src_info, rank-major topk_idx and topk_weights, fp8 block_scales.
+    `fields[name]` is (offset in bytes, shape, dtype).
+
+    For combine: rows [R, T, K], the rows here of each source's tokens, -1 = none: with direct send each at
+    its k, else in ascending k in front; weights [R, T, K] beside them, where this rank applies them; targets
+    [T, K], the ranks of the own entries; route_weights [T, K], their weights.
+
+    For the caller: counts, layout_range, src_info; rank-major topk_idx and topk_weights; fp8 block_scales.
     """
 
     def __init__(self, shape: Shape):
@@ -117,7 +126,7 @@ class SlabLayout:
 
 @dataclass(frozen=True)
 class Shared:
-    """A dispatch block's shared memory: offsets in bytes, and `words` of 32 tokens of the routing table in a window."""
+    """A dispatch block's shared memory: offsets in bytes, and 32-token words of the table's window."""
 
     counts: int
     masks: int
@@ -140,12 +149,15 @@ def shared(shape: Shape, limit) -> Shared:
     table = places + 2 * 4 * shape.ranks * shape.topk
     a_word = 4 * (lists + 32 * shape.ranks)
     if combine_shared(shape) > limit:
-        raise ValueError(f"hidden_size {shape.hidden}: a row of {combine_shared(shape)} bytes exceeds the {limit} bytes of shared memory of a block")
+        raise ValueError(
+            f"hidden_size {shape.hidden}: a row must fit into the {limit} bytes of shared memory of a block"
+        )
     words = min(-(-shape.max_tokens // 32), (limit - table - 4 * lists) // a_word)
     if words < 1:
         need = table + 4 * lists + a_word
         raise ValueError(
-            f"hidden_size {shape.hidden} and {lists} lists of rows need {need} bytes of shared memory, a block has {limit}"
+            f"hidden_size {shape.hidden} and {lists} lists of rows need {need} bytes of shared memory, a "
+            f"block has {limit}"
         )
     return Shared(counts, masks, places, table, words, table + 4 * lists + words * a_word)
 
@@ -155,9 +167,16 @@ def combine_shared(shape: Shape) -> int:
     return 0 if shape.direct_send else 2 * shape.hidden
 
 
-def problem(group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_local_experts, quantised, num_blocks):
+def problem(
+    group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_local_experts, quantised, num_blocks
+):
     """What is wrong with a communicator's settings on this rank, or None."""
-    values = {"num_experts": num_experts, "hidden_size": hidden_size, "topk": topk, "max_tokens_per_rank": max_tokens_per_rank}
+    values = {
+        "num_experts": num_experts,
+        "hidden_size": hidden_size,
+        "topk": topk,
+        "max_tokens_per_rank": max_tokens_per_rank,
+    }
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return f"{name}: expected a positive int, got {value!r}"
@@ -170,12 +189,14 @@ def problem(group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_l
         return f"num_experts: expected a multiple of the {group.size} ranks, got {num_experts}"
     local = num_experts // group.size
     if num_local_experts not in (None, local):
-        return f"num_local_experts: expected None or {local} ({num_experts} experts on {group.size} ranks), got {num_local_experts!r}"
+        return f"num_local_experts: expected None or {local} (num_experts / ranks), got {num_local_experts!r}"
     if local > 1 << 16:
         return f"num_experts: expected at most {1 << 16} on a rank, got {local}"
     most = min(MAX_TOKENS, (2**31 - 1) // max(num_experts, group.size * topk))
     if max_tokens_per_rank > most:
         return f"max_tokens_per_rank: expected at most {most} with these experts, got {max_tokens_per_rank}"
-    if num_blocks is not None and (not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1):
+    if num_blocks is not None and (
+        not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
+    ):
         return f"num_blocks: expected None or a positive int, got {num_blocks!r}"
     return None

@@ -19,12 +19,14 @@ class DispatchDataType(enum.Enum):
 class QuantConfig:
     """Quantise rows on the way, with one float32 scale for each 128 columns.
 
-    `m = max(largest magnitude of the 128 columns, 1e-4)`, `scale = m / 448`, elements are `x * (448 / m)` as float8_e4m3fn, to nearest
-    even and saturating; all in IEEE float32. A NaN stays a NaN and does not touch its neighbours.
+    `m = max(largest magnitude of the 128 columns, 1e-4)`, `scale = m / 448`, elements are `x * (448 / m)` as
+    float8_e4m3fn, to nearest even and saturating; all in IEEE float32. A NaN stays a NaN and does not touch
+    its neighbours.
 
     Args:
         format: DispatchDataType.FP8_E4M3.
-        power_of_two_scales: round `scale` up to a power of two first and quantise with that, so that it is exact as e8m0.
+        power_of_two_scales: round `scale` up to a power of two first and quantise with that, so that it is
+            exact as e8m0.
     """
 
     __slots__ = ("format", "power_of_two_scales")
@@ -44,7 +46,7 @@ class QuantConfig:
         return hash(self._key())
 
     def __repr__(self):
-        return f"QuantConfig(DispatchDataType.{self.format.name}, power_of_two_scales={self.power_of_two_scales})"
+        return f"QuantConfig({self.format}, power_of_two_scales={self.power_of_two_scales})"
 
     def _key(self):
         return self.format, self.power_of_two_scales

@@ -1,10 +1,10 @@
 """Low-latency dispatch and combine in plain NumPy, for any number of ranks: the oracle of the tests.
 
-Every rank's inputs go in, every rank's outputs come out, with the same row order, the same rounding and the same order of sums as
-the kernels. It is written to be read, not to be fast.
+Every rank's inputs go in, every rank's outputs come out, with the same row order, the same rounding and the
+same order of sums as the kernels. It is written to be read, not to be fast.
 
-Words: `R` ranks, `E` experts, `L = E / R` experts of a rank, `K` top-k, `T` most tokens of a rank, `t <= T` its tokens in a call, `H`
-columns.
+Words: `R` ranks, `E` experts, `L = E / R` experts of a rank, `K` top-k, `T` most tokens of a rank, `t <= T`
+its tokens in a call, `H` columns.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from .quant import BLOCK, LARGEST, SMALLEST_AMAX
 def fma(x, y, z):
     """`x * y + z` in float32 with one rounding, as the kernels compute it (NumPy has none).
 
-    The product of two float32 is exact in float64. Their sum is rounded to odd in float64 (an inexact result gets an odd last bit),
-    which the final rounding to float32 cannot mistake for a tie (Boldo and Melquiond, 2008).
+    The product of two float32 is exact in float64. The sum is rounded to odd in float64 (an inexact result
+    gets an odd last bit), which the final rounding to float32 cannot mistake for a tie (Boldo and Melquiond,
+    2008).
     """
     product = np.asarray(x, np.float32).astype(np.float64) * np.asarray(y, np.float32)
     addend = np.asarray(z, np.float32).astype(np.float64)
@@ -74,9 +75,10 @@ class Received:
         counts: [L] rows of each expert, or [R] rows of each source rank, int32.
         layout_range: [L, R] or [R] int64: first row << 32 | rows.
         src_info: [L, R*T] or [R*T] int32: the row's token at its source; -1 where there is none.
-        topk_idx, topk_weights: rank-major: [R*T, K] int32 expert ids (-1 = elsewhere or no row) and float32 weights (0 there); else None.
-        rows: for every source rank, [t, K] int64: the row of each entry in the array that combine takes, flattened to rows; -1 = not here.
-            Rank-major with direct send: row * K + k.
+        topk_idx, topk_weights: rank-major: [R*T, K] int32 expert ids (-1 = elsewhere or no row) and float32
+            weights (0 there); else None.
+        rows: for every source rank, [t, K] int64: the row of each entry in the array that combine takes,
+            flattened to rows; -1 = not here. Rank-major with direct send: row * K + k.
     """
 
     tokens: np.ndarray
@@ -96,7 +98,18 @@ def valid_ids(topk_idx, num_experts):
     return np.where(outside, -1, ids), int((ids[outside] != -1).sum())
 
 
-def dispatch(x, topk_idx, topk_weights, *, num_experts, max_tokens, rank_major=False, quant=None, direct_send=False, fill=0):
+def dispatch(
+    x,
+    topk_idx,
+    topk_weights,
+    *,
+    num_experts,
+    max_tokens,
+    rank_major=False,
+    quant=None,
+    direct_send=False,
+    fill=0,
+):
     """Rows to the experts' ranks.
 
     Args:
@@ -120,7 +133,8 @@ def dispatch(x, topk_idx, topk_weights, *, num_experts, max_tokens, rank_major=F
         rows, scales = zip(*(quantize(a, quant.power_of_two_scales) for a in rows), strict=True)
     deliver = _rank_major if rank_major else _expert_major
     return [
-        deliver(rank, rows, scales, ids, weights, num_experts // len(rows), max_tokens, direct_send, fill) for rank in range(len(rows))
+        deliver(rank, rows, scales, ids, weights, num_experts // len(rows), max_tokens, direct_send, fill)
+        for rank in range(len(rows))
     ]
 
 
@@ -145,7 +159,9 @@ def _expert_major(rank, x, scales, ids, weights, local, capacity, direct_send, f
             rows[source] = np.where(named, place[:, None], rows[source])
             layout_range[expert, source] = int(first) << 32 | n
             counts[expert] += n
-    return Received(tokens.reshape(local, -1, hidden), block_scales, counts, layout_range, src_info, None, None, rows)
+    return Received(
+        tokens.reshape(local, -1, hidden), block_scales, counts, layout_range, src_info, None, None, rows
+    )
 
 
 def _rank_major(rank, x, scales, ids, weights, local, capacity, direct_send, fill):
@@ -171,7 +187,11 @@ def _rank_major(rank, x, scales, ids, weights, local, capacity, direct_send, fil
         layout_range[source] = source * capacity << 32 | len(senders)
         place = np.full(len(ids[source]), -1)
         place[senders] = places
-        entries = place[:, None] * topk + np.arange(topk) if direct_send else np.broadcast_to(place[:, None], here.shape)
+        entries = (
+            place[:, None] * topk + np.arange(topk)
+            if direct_send
+            else np.broadcast_to(place[:, None], here.shape)
+        )
         rows.append(np.where(here, entries, -1))
     return Received(tokens, block_scales, counts, layout_range, src_info, topk_idx, topk_weights, rows)
 
@@ -184,12 +204,14 @@ def _empty(shape, x, scales, fill):
 def combine(expert_output, received, topk_weights, *, rank_major=False, direct_send=False):
     """Rows back to their tokens, weighted and summed.
 
-    RANK_LOCAL_REDUCE: every rank sums a token's rows there, `acc = fma(w_k, row_k, acc)` in float32 from +0 in ascending k, and rounds once
-    to bfloat16 (rank-major: the caller's row is that sum); the source adds these in ascending rank in float32 from +0 and rounds once.
-    direct_send: `acc = fma(w_k, row_k, acc)` over all k at the source, in float32 from +0 in ascending k, rounded once.
+    Rank-local reduce: every rank sums a token's rows there, `acc = fma(w_k, row_k, acc)` in float32 from +0
+    in ascending k, and rounds once to bfloat16 (rank-major: the caller's row is that sum); the source adds
+    these in ascending rank in float32 from +0 and rounds once. Direct send: `acc = fma(w_k, row_k, acc)` over
+    all k at the source, in float32 from +0 in ascending k, rounded once.
 
     Args:
-        expert_output: for every rank, bfloat16 [L, R*T, H]; rank-major [R*T, H], or with direct_send [R*T, K, H].
+        expert_output: for every rank, bfloat16 [L, R*T, H]; rank-major [R*T, H], with direct send
+            [R*T, K, H].
         received: the dispatch's Received of every rank.
         topk_weights: for every rank, the [t, K] float32 of the dispatch, or None = 1.
 
@@ -201,7 +223,11 @@ def combine(expert_output, received, topk_weights, *, rank_major=False, direct_s
     out = []
     for source in range(len(received)):
         places = [r.rows[source] for r in received]
-        weights = np.ones(places[0].shape, np.float32) if topk_weights is None else np.asarray(topk_weights[source], np.float32)
+        weights = (
+            np.ones(places[0].shape, np.float32)
+            if topk_weights is None
+            else np.asarray(topk_weights[source], np.float32)
+        )
         acc = np.zeros((len(places[0]), hidden), np.float32)
         if direct_send:
             for k in range(places[0].shape[1]):

@@ -22,7 +22,8 @@ constexpr i32 LINE_PIECES = 7, LINE_BYTES = 128;
 // A row is handled in spots, a lane each: pieces in order, or with lines groups of 8 whose last spot has no piece.
 DEV i32 spots_of(const Wire& wire) { return wire.lines ? (wire.pieces + LINE_PIECES - 1) / LINE_PIECES * 8 : wire.pieces; }
 DEV i32 piece_at(const Wire& wire, i32 spot) {
-  const i32 piece = !wire.lines ? spot : spot % 8 == LINE_PIECES ? -1 : spot / 8 * LINE_PIECES + spot % 8;
+  const i32 piece = !wire.lines ? spot : spot % 8 == LINE_PIECES ? -1
+                                                                 : spot / 8 * LINE_PIECES + spot % 8;
   return piece < wire.pieces ? piece : -1;
 }
 // A warp's spots: warp_index() * WARP, then from one to the next by this. Where a block has a thread for every spot there is no loop.

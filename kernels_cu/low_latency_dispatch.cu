@@ -312,7 +312,8 @@ DEV void place_in_rank(const Args& a, i32 token, i32 j, const Arrival& got, i32*
     if (k == 0) src_info[idle] = -1;
   }
   const i64 entry = place_in_slab(a, source, token, k, got.mask);
-  in_slab<i32>(a.slab, a.at.rows)[entry] = !here ? -1 : SHAPE(direct_send) ? row * topk + k : row;
+  in_slab<i32>(a.slab, a.at.rows)[entry] = !here ? -1 : SHAPE(direct_send) ? row * topk + k
+                                                                           : row;
   places[j] = row;
 }
 

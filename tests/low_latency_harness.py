@@ -94,8 +94,8 @@ def poison_new_memory(device):
     """What this device allocates from now on holds no zeros, so that what a kernel must write is missed."""
     empty = device.empty
 
-    def poisoned(shape, dtype):
-        array = empty(shape, dtype)
+    def poisoned(shape, dtype, stream=None):
+        array = empty(shape, dtype, stream)
         array.view(np.uint8)[...] = 0xA5
         return array
 
@@ -116,11 +116,15 @@ def dispatch(comm, call, number):
     x = rows_of(rank, number, t, comm.hidden_size)
     weights = weights_of(rank, number, t, comm.topk) if call.weighted else None
     output, handle = comm.dispatch(
-        xp.asarray(x), xp.asarray(ids.astype(call.index_dtype)), None if weights is None else xp.asarray(weights)
+        xp.asarray(x),
+        xp.asarray(ids.astype(call.index_dtype)),
+        None if weights is None else xp.asarray(weights),
     )
     fields = {"tokens": output.tokens, "layout_range": handle.layout_range, "src_info": handle.src_info}
     fields["counts"] = (
-        output.layout.num_tokens_per_expert if comm.output_layout is DispatchLayout.EXPERT_MAJOR else output.layout.num_tokens_per_rank
+        output.layout.num_tokens_per_expert
+        if comm.output_layout is DispatchLayout.EXPERT_MAJOR
+        else output.layout.num_tokens_per_rank
     )
     if comm.output_layout is DispatchLayout.RANK_MAJOR:
         fields |= {"topk_idx": output.topk_idx, "topk_weights": output.topk_weights}
@@ -178,17 +182,25 @@ def verify_call(at, settings, name):
     )
     for rank, (r, want) in enumerate(zip(at, received, strict=True)):
         where = f"{name} rank {rank}"
-        for field in ("counts", "layout_range", "topk_idx", "topk_weights") if rank_major else ("counts", "layout_range"):
+        for field in (
+            ("counts", "layout_range", "topk_idx", "topk_weights")
+            if rank_major
+            else ("counts", "layout_range")
+        ):
             np.testing.assert_array_equal(r[field], getattr(want, field), err_msg=f"{where}: {field}")
         valid = want.src_info >= 0
         shown = slice(None) if rank_major else valid
-        np.testing.assert_array_equal(r["src_info"][shown], want.src_info[shown], err_msg=f"{where}: src_info")
+        np.testing.assert_array_equal(
+            r["src_info"][shown], want.src_info[shown], err_msg=f"{where}: src_info"
+        )
         same_bits(r["tokens"][valid], want.tokens[valid], f"{where}: tokens")
         if want.scales is not None:
             same_bits(r["scales"][valid], want.scales[valid], f"{where}: scales")
     if "out" not in at[0]:
         return
-    out = oracle.combine([r["expert_output"] for r in at], received, weights, rank_major=rank_major, direct_send=direct_send)
+    out = oracle.combine(
+        [r["expert_output"] for r in at], received, weights, rank_major=rank_major, direct_send=direct_send
+    )
     for rank, (r, want) in enumerate(zip(at, out, strict=True)):
         same_bits(r["out"], want, f"{name} rank {rank}: sums")
 

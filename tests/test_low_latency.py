@@ -1,10 +1,8 @@
 """MoECommunicator against the oracle: both layouts, both combine modes, bf16 and fp8, both ways of sending rows."""
 
-import itertools
 
-import numpy as np
 import pytest
-from low_latency_harness import Call, calls_for, serve, settings_of, verify
+from low_latency_harness import calls_for, serve, settings_of, verify
 from ranks import run_ranks
 
 from epcomm import CombineMode, DispatchLayout, QuantConfig
@@ -24,5 +22,7 @@ def check(ranks, settings, calls, **kw):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda m: m.value)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_all_routings(ranks, layout, mode, quant, how):
-    settings = settings_of(num_experts=4 * ranks, hidden_size=128, output_layout=layout, combine_mode=mode, quant=quant)
+    settings = settings_of(
+        num_experts=4 * ranks, hidden_size=128, output_layout=layout, combine_mode=mode, quant=quant
+    )
     check(ranks, settings, calls_for(ranks, 12, 6), how=how)

@@ -18,7 +18,7 @@ NAMES = sorted(path.stem for path in kernel_dir().glob("*.cu"))
 # Bytes of code: a kernel much larger than the instruction caches stalls on its own code. What is above the
 # general limit is named with its size, so that it does not grow unnoticed; so is local memory (spills).
 MAX_CODE = dict.fromkeys(NAMES, 48 << 10) | {"plan": 58 << 10, "combine": 59 << 10}
-MAX_FRAME = dict.fromkeys(NAMES, 0) | {"combine": 400, "reduce_grad": 24}
+MAX_FRAME = dict.fromkeys(NAMES, 0) | {"combine": 400, "reduce_grad": 24, "low_latency_combine": 192}
 
 # (ranks, SMs of the GPU, settings)
 BUFFERS = [
@@ -29,10 +29,29 @@ BUFFERS = [
     (3, 132, dict(hidden=5120, num_topk=2, num_experts=9, dtype="float16")),
     (5, 132, dict(hidden=200, num_topk=9, num_experts=20, dtype="float32")),
 ]
+_LOW_LATENCY = dict(num_experts=256, hidden_size=7168, topk=8, max_tokens_per_rank=128)
+_RANK_MAJOR, _DIRECT_SEND = epcomm.DispatchLayout.RANK_MAJOR, epcomm.CombineMode.DIRECT_SEND
+# (ranks, how rows are sent, settings)
+COMMUNICATORS = [
+    (2, "lines", _LOW_LATENCY),
+    (2, "lines", _LOW_LATENCY | dict(output_layout=_RANK_MAJOR, quant=epcomm.QuantConfig())),
+    (8, "lines", _LOW_LATENCY | dict(quant=epcomm.QuantConfig(power_of_two_scales=True))),
+    (8, "flags", _LOW_LATENCY | dict(output_layout=_RANK_MAJOR)),
+    (2, "lines", _LOW_LATENCY | dict(combine_mode=_DIRECT_SEND)),
+    (
+        5,
+        "flags",
+        dict(num_experts=10, hidden_size=200, topk=32, max_tokens_per_rank=9, combine_mode=_DIRECT_SEND),
+    ),
+]
 
 
 def _make_buffer(group, settings):
     epcomm.Buffer(group, num_tokens=64, **settings).close()
+
+
+def _make_communicator(group, settings):
+    epcomm.MoECommunicator(group, **settings).close()
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +69,9 @@ def launches():
         for ranks, sms, settings in BUFFERS:
             patch.setattr(CpuDevice, "num_sms", sms)
             testing.run_threads(ranks, _make_buffer, settings)
+        for ranks, signal, settings in COMMUNICATORS:
+            patch.setenv("EPCOMM_LL_SIGNAL", signal)
+            testing.run_threads(ranks, _make_communicator, settings)
     return found
 
 
