@@ -1,4 +1,4 @@
-"""MoECommunicator against the oracle: both layouts, both combine modes, bf16 and fp8, both ways of sending rows."""
+"""MoECommunicator against the oracle: layouts, combine modes, bf16 and fp8, both ways of sending rows."""
 
 
 import pytest
