@@ -212,6 +212,7 @@ class Buffer(Endpoint):
             a.cu_seqlens = plan._pointer("cu_seqlens")
             a.rows = plan._pointer("rows")
             a.num_tokens = num_tokens
+            a.with_weights = weights is not None  # an empty array's address may be null
             self._launch(self._dispatch_kernel, handle)
             plan.dispatched, plan.total_tokens = True, total_tokens
             self._live_plan = plan
@@ -290,6 +291,7 @@ class Buffer(Endpoint):
             a.rows = plan._pointer("rows")
             a.num_tokens = plan.num_tokens
             a.x_rows = rows.shape[0]
+            a.with_weights = weights is not None
             self._launch(self._combine_kernel, handle)
             event = self._keep(handle, async_finish, stream, rows, row_weights, target, weights, plan)
         if give is not None:

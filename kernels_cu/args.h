@@ -106,6 +106,7 @@ struct DispatchArgs {
   i32 token_padding;
   i32 ranks;
   i32 send_warps;
+  i32 with_weights;
 };
 
 // combine.cu: rows back to their tokens, summed.
@@ -134,6 +135,7 @@ struct CombineArgs {
   i32 dtype;
   i32 ring_tokens;
   i32 produce_warps;
+  i32 with_weights;
 };
 
 // Expert weights or gradients in mapped memory, one a projection: experts are `stride` bytes apart in all views.

@@ -181,7 +181,7 @@ DEV void produce(const CombineArgs& a, u32 epoch) {
         !warp_all(lane != 0 || wait_until(a.world, credit_of(a, me, home, before), epoch, OP_COMBINE, home)))
       return;
     if (row >= 0) row = checked_row(a, row);
-    if (a.row_weights && lane < topk && row >= 0)
+    if (a.with_weights && lane < topk && row >= 0)
       ring_weights_slot(a, home, me, token)[lane] = load_const(a.row_weights + row);
     const i32 n = pack_to_front(row);
     sum_token<DTYPE>(a, ring_slot(a, home, me, token), row, n, nullptr, 0, 0);
@@ -248,7 +248,7 @@ DEV void consume(const CombineArgs& a, u32 epoch) {
         lane >= remote || wait_until(a.world, flag_of(a, me, peer, token), epoch, OP_COMBINE, peer);
     if (!warp_all(arrived)) return;
     sum_token<DTYPE>(a, a.out + (i64)token * SHAPE(row_bytes), row, n, ring_slot(a, me, peer, token), remote, below);
-    if (a.row_weights) gather_weights(a, token, e, mates);
+    if (a.with_weights) gather_weights(a, token, e, mates);
     give_credit(a, token, epoch);
   }
 }

@@ -28,7 +28,7 @@ DEV void write_records(const DispatchArgs& a, i32 token, Entry e, u32 mates) {
     i32* record = record_of(a, e.rank, me, token);
     const i32 place = popc(mates & lanes_below());
     record[place] = e.slot;
-    if (a.topk_weights) ((f32*)record)[topk + place] = a.topk_weights[(i64)token * topk + lane];
+    if (a.with_weights) ((f32*)record)[topk + place] = a.topk_weights[(i64)token * topk + lane];
     if (place == 0 && popc(mates) < topk) record[popc(mates)] = -1;
   }
   for (i32 first = 0; first < ranks; first += WARP) {
@@ -75,7 +75,7 @@ DEV void send(const DispatchArgs& a, u32 epoch) {
     }
     write_records(a, token, e, mates);
     const bool own = e.slot >= 0 && (i32)e.rank == me;
-    if (own && a.topk_weights) a.row_weights[e.slot] = a.topk_weights[(i64)token * topk + lane];
+    if (own && a.with_weights) a.row_weights[e.slot] = a.topk_weights[(i64)token * topk + lane];
     mbarrier_wait(arrived, parity);
     parity ^= 1;
     if (e.slot >= 0 && !own && (mates & lanes_below()) == 0)
@@ -100,7 +100,7 @@ DEV void zero_pads(const DispatchArgs& a, i32 warp, i32 warps) {
     const i32 row = end - 1 - (i32)(item % padding);
     if (row < end - pads) continue;
     zero_row(rows + (i64)row * row_bytes, row_bytes);
-    if (a.topk_weights && lane_index() == 0) a.row_weights[row] = 0.f;
+    if (a.with_weights && lane_index() == 0) a.row_weights[row] = 0.f;
   }
 }
 
@@ -121,7 +121,7 @@ DEV void expand(const DispatchArgs& a, u32 epoch) {
     const i32 n = ends ? ffs(ends) - 1 : WARP;
     if (lane >= n) slot = -1;
     if (lane < topk) a.rows[((i64)source * a.capacity + token) * topk + lane] = slot;
-    if (slot >= 0 && a.topk_weights) a.row_weights[slot] = ((f32*)record)[topk + lane];
+    if (slot >= 0 && a.with_weights) a.row_weights[slot] = ((f32*)record)[topk + lane];
     if (n > 1) copy_to_duplicates(rows, slot, n, row_bytes);
   }
 }

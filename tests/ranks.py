@@ -34,17 +34,17 @@ def device_count():
     return cupy.cuda.runtime.getDeviceCount()
 
 
-def run_ranks(ranks, function, *args, timeout=5.0, share=False, **kwargs):
+def run_ranks(ranks, function, *args, timeout=5.0, share=None, **kwargs):
     """Results of `function(group, *args, **kwargs)` on every rank, or the exception that a rank raised first.
 
     Args:
         timeout: the groups' timeout in seconds.
-        share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test; so does
-            EPCOMM_TEST_SHARE_GPUS=1, with a timeout for the milliseconds that a hop between them takes then.
+        share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test. None: as
+            EPCOMM_TEST_SHARE_GPUS=1 says, then with a timeout for the milliseconds that a hop between them takes.
     """
     if not on_gpus():
         return run_threads(ranks, function, *args, timeout=timeout, **kwargs)
-    if ranks > device_count() and os.environ.get("EPCOMM_TEST_SHARE_GPUS") == "1":
+    if share is None and ranks > device_count() and os.environ.get("EPCOMM_TEST_SHARE_GPUS") == "1":
         share, timeout = True, max(timeout, 30.0)
     if ranks > device_count() and not share:
         pytest.skip(f"needs {ranks} devices")
