@@ -65,18 +65,11 @@ class Buffer(Endpoint):
     def __init__(
         self, group, *, num_tokens, hidden, num_topk, num_experts, dtype="bfloat16", num_sms=None, token_padding=128
     ):
-        settings = dict(
-            num_tokens=num_tokens,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=str(dtype),
-            token_padding=token_padding,
-        )
-        group.agree("Buffer", settings, buffer_settings.problem(group, num_sms=num_sms, **settings))
+        given = buffer_settings.Settings(num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding)
+        settings = buffer_settings.agree(group, given)
+        num_tokens, hidden, num_topk, num_experts, self.dtype, num_sms, token_padding = settings
         ranks, device = group.size, group.device
         self._id = next(_ids)
-        self.dtype = dtypes.resolve(dtype)
         self.num_tokens, self.hidden, self.num_topk, self.num_experts = num_tokens, hidden, num_topk, num_experts
         self.token_padding = token_padding
         self.experts_per_rank = num_experts // ranks
@@ -104,18 +97,24 @@ class Buffer(Endpoint):
         grids[args.OP_PLAN] = plan_grid
         super().__init__(group, areas, grids)
         self._plan_layout = PlanLayout(ranks, num_tokens, num_topk, num_experts)
-        self._rows_view = self._symmetric.array(areas["receive"], (self.row_capacity, hidden), self.dtype)
-        self._weights_view = device.zeros((self.row_capacity,), np.float32)
-        self._scratch = device.zeros((plan_layout.scratch_bytes(num_experts, plan_grid),), np.uint8)
-        self._counters = device.zeros((halves + 1,), np.uint32)
         self._live_plan = None  # the plan of the last dispatch: its rows are the ones in the receive area
+        self._complete(lambda: self._prepare(plan_grid, halves))
+
+    def _prepare(self, plan_grid, halves):
+        """What is this rank's own: arrays and kernels."""
+        device = self.device
+        self._rows_view = self._symmetric.array(self._areas["receive"], (self.row_capacity, self.hidden), self.dtype)
+        self._receive_begin = device.pointer(self._rows_view)
+        self._receive_end = self._receive_begin + self._rows_view.nbytes
+        self._weights_view = device.zeros((self.row_capacity,), np.float32)
+        self._scratch = device.zeros((plan_layout.scratch_bytes(self.num_experts, plan_grid),), np.uint8)
+        self._counters = device.zeros((halves + 1,), np.uint32)
         self._plan_kernel = buffer_kernels.plan(self, plan_grid, self._scratch)
         self._dispatch_kernel = buffer_kernels.dispatch(self)
         self._combine_kernel = buffer_kernels.combine(self, self._counters[:halves])
         self._prefetch_kernel = buffer_kernels.prefetch(self)
         self._reduce_grad_kernel = buffer_kernels.reduce_grad(self, self._counters[halves:])
         device.synchronize(device.handle(device.current_stream()))
-        group.barrier()
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -182,11 +181,16 @@ class Buffer(Endpoint):
             num_tokens = plan.num_tokens
         give = giver(x, None if async_finish else handle)
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=caller)
+        pointer = device.pointer(rows)
+        if num_tokens and self._receive_begin <= pointer < self._receive_end:
+            raise ValueError("x: it lies in the buffer's receive area, which this dispatch writes to: pass a copy")
         num_rows = self._step_rows(total_tokens)
         if topk_weights is not None:
             topk_weights = take(
                 device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=(num_tokens, self.num_topk), stream=caller
             )
+            if zero_copy_weights and self._overlap(topk_weights, self._weights_view):
+                raise ValueError("topk_weights: they lie where this dispatch writes the received weights: pass a copy")
         if out is not None:
             if zero_copy:
                 raise ValueError("dispatch: out and zero_copy exclude each other")
@@ -196,6 +200,8 @@ class Buffer(Endpoint):
             if target.shape[0] < num_rows:
                 raise ValueError(f"out: expected at least {num_rows} rows, got {target.shape[0]}")
             target = target[:num_rows]
+            if self._overlap(target, self._rows_view):
+                raise ValueError("out: expected memory of your own, got the buffer's receive area (zero_copy returns a view of it)")
         with self._call(caller, handle):
             if plan is None:
                 plan = self._plan(indices, handle)
@@ -203,7 +209,7 @@ class Buffer(Endpoint):
             if topk_weights is not None:
                 weights = self._weights_view if zero_copy_weights else device.empty((self.row_capacity,), np.float32)
             a = self._dispatch_kernel.args
-            a.x = device.pointer(rows)
+            a.x = pointer
             a.topk_weights = None if weights is None else device.pointer(topk_weights)
             a.row_weights = None if weights is None else device.pointer(weights)
             a.dst = plan._dst_pointer
@@ -213,6 +219,7 @@ class Buffer(Endpoint):
             a.rows = plan._pointer("rows")
             a.num_tokens = num_tokens
             a.with_weights = weights is not None  # an empty array's address may be null
+            a.result_rows = num_rows
             self._launch(self._dispatch_kernel, handle)
             plan.dispatched, plan.total_tokens = True, total_tokens
             self._live_plan = plan
@@ -279,6 +286,8 @@ class Buffer(Endpoint):
             target = device.empty(shape, self.dtype)
         else:
             target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=caller, writable=True)
+            if self._overlap(target, rows) or (row_weights is not None and self._overlap(target, row_weights)):
+                raise ValueError("out: it overlaps the rows or weights that are being combined")
         weights = None if row_weights is None else device.empty((plan.num_tokens, self.num_topk), np.float32)
         with self._call(caller, handle):
             a = self._combine_kernel.args
@@ -357,8 +366,9 @@ class Buffer(Endpoint):
         for pool in pools:
             if not isinstance(pool, ExpertPool) or pool.buffer is not self:
                 raise ValueError(f"pools: expected ExpertPools of this buffer, got {pool!r}")
-            pool._require_open()
         with self._call(caller, handle):
+            for pool in pools:
+                pool._require_open()
             a = kernel.args
             a.experts_to_copy = plan._pointer("experts_to_copy")
             a.num_pools = len(pools)
@@ -389,9 +399,16 @@ class Buffer(Endpoint):
         if asserted and not live:
             raise ValueError(f"{name}: expected this buffer's own view (zero copy), got other memory")
 
+    def _overlap(self, a, b):
+        """Whether two contiguous arrays share memory."""
+        first, second = self.device.pointer(a), self.device.pointer(b)
+        return first < second + b.nbytes and second < first + a.nbytes
+
     def _step_rows(self, total_tokens):
         if total_tokens is None:
             return self.row_capacity
+        if type(total_tokens) is not int:
+            total_tokens = buffer_settings.integer("total_tokens", total_tokens)
         most = self.group.size * self.num_tokens
         if not 0 <= total_tokens <= most:
             raise ValueError(f"total_tokens: expected 0 to {most} (ranks * num_tokens), got {total_tokens}")

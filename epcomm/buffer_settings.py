@@ -1,6 +1,12 @@
 """What a Buffer's settings must be, and what is wrong with them."""
 
+import operator
+from typing import NamedTuple
+
+import numpy as np
+
 from . import dtypes, plan_layout
+from .group import Group
 from .runtime import args
 
 ROW_DTYPES = {
@@ -8,37 +14,83 @@ ROW_DTYPES = {
     dtypes.float16: args.DTYPE_F16,
     dtypes.float32: args.DTYPE_F32,
 }
+_MOST_PLACES = 2**31 - 1  # a plan names a place, of any rank, in an int32
 
 
-def problem(group, *, num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding):
-    """What is wrong with a buffer's settings on this rank, or None."""
-    for name, value in (("num_tokens", num_tokens), ("hidden", hidden), ("num_experts", num_experts)):
-        if not isinstance(value, int) or value < 1:
-            return f"{name}: expected a positive int, got {value!r}"
-    if hidden % 8:
-        return f"hidden: expected a multiple of 8, got {hidden}"
-    if not isinstance(num_topk, int) or not 1 <= num_topk <= args.MAX_topk:
-        return f"num_topk: expected 1 to {args.MAX_topk}, got {num_topk!r}"
-    if num_experts % group.size:
-        return f"num_experts: expected a multiple of the {group.size} ranks, got {num_experts}"
-    if not isinstance(token_padding, int) or token_padding < 1:
-        return f"token_padding: expected a positive int, got {token_padding!r}"
-    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < 1):
-        return f"num_sms: expected None or a positive int, got {num_sms!r}"
+class Settings(NamedTuple):
+    """What a Buffer is made with. num_sms alone may differ between ranks."""
+
+    num_tokens: int
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: np.dtype
+    num_sms: int | None
+    token_padding: int
+
+
+def agree(group, given: Settings) -> Settings:
+    """The settings as ints and dtypes, once all ranks have found theirs good and the same. Collective.
+
+    Raises:
+        TypeError, ValueError: on every rank.
+    """
+    if not isinstance(group, Group):
+        raise TypeError(f"group: expected a Group, got {type(group).__name__}")
+    problem, clean, same = None, None, {}
     try:
-        dtype = dtypes.resolve(dtype)
-    except TypeError as error:
-        return str(error)
+        clean = Settings(*map(_clean, Settings._fields, given))
+        _check(group, **clean._asdict())
+        same = clean._asdict() | {"dtype": clean.dtype.name}
+        del same["num_sms"]
+    except Exception as error:
+        problem = error
+    group.agree("Buffer", same, problem)
+    return clean
+
+
+def _clean(name, value):
+    if name == "dtype":
+        return dtypes.resolve(value)
+    if name == "num_sms" and value is None:
+        return None
+    number = integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name}: expected a positive int, got {value!r}")
+    return number
+
+
+def integer(name, value) -> int:
+    """`value` as an int, where it is one (NumPy's too); TypeError for all else, bool included."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def _check(group, *, num_tokens, hidden, num_topk, num_experts, dtype, token_padding, num_sms):
+    if hidden % 8:
+        raise ValueError(f"hidden: expected a multiple of 8, got {hidden}")
+    if num_topk > args.MAX_topk:
+        raise ValueError(f"num_topk: expected 1 to {args.MAX_topk}, got {num_topk}")
+    if num_experts % group.size:
+        raise ValueError(f"num_experts: expected a multiple of the {group.size} ranks, got {num_experts}")
     if dtype not in ROW_DTYPES:
-        return f"dtype: expected one of {', '.join(sorted(d.name for d in ROW_DTYPES))}, got {dtype.name}"
+        names = ", ".join(sorted(known.name for known in ROW_DTYPES))
+        raise ValueError(f"dtype: expected one of {names}, got {dtype.name}")
     widest = (group.device.max_shared - 256) // 128 * 128 // dtype.itemsize
     if hidden > widest:
-        return f"hidden: a row must fit into a block's shared memory: at most {widest} columns of {dtype.name}, got {hidden}"
+        raise ValueError(
+            f"hidden: a row must fit into a block's shared memory: at most {widest} columns of {dtype.name}, got {hidden}"
+        )
+    plan_layout.block_threads(num_experts, group.size)
     rows = plan_layout.row_capacity(num_tokens, num_topk, num_experts, group.size, token_padding)
-    if rows * group.size >= 2**31:
-        return f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can name"
-    try:
-        plan_layout.block_threads(num_experts, group.size)
-    except ValueError as error:
-        return str(error)
-    return None
+    if rows * group.size > _MOST_PLACES:
+        pads = (token_padding - 1) * 2 * (num_experts // group.size)
+        most = (_MOST_PLACES // group.size // token_padding * token_padding - pads) // num_topk
+        advice = f"num_tokens can be {most} at most" if most > 0 else "token_padding alone is too much"
+        raise ValueError(
+            f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can name: {advice}"
+        )

@@ -6,7 +6,10 @@ every later call raises the same error until it is closed and rebuilt.
 """
 
 import collections
+import contextlib
 import ctypes
+import os
+import weakref
 
 import numpy as np
 
@@ -14,8 +17,9 @@ from .arrays import caller_stream
 from .errors import EpcommError, PeerTimeoutError
 from .layout import Areas
 from .runtime import args
+from .runtime.handles import together
 from .runtime.symmetric import SymmetricMemory
-from .stream import Event, capturing, follow
+from .stream import Event, capturing, follow, last_owner
 
 OPERATIONS = {
     args.OP_PLAN: "plan",
@@ -25,7 +29,10 @@ OPERATIONS = {
     args.OP_REDUCE_GRAD: "reduce_grad",
     args.OP_LL_DISPATCH: "low-latency dispatch",
     args.OP_LL_COMBINE: "low-latency combine",
+    args.OP_MEET: "close",
 }
+_live = weakref.WeakSet()
+_inherited = []  # in a forked child: memory that only its parent may free
 
 
 class Operation:
@@ -54,35 +61,55 @@ class Endpoint:
     """
 
     def __init__(self, group, areas: Areas, grids: dict):
-        device = group.device
         self._symmetric = None
+        self._gone = "closed"  # why there is no memory
         self.group = group
-        self.device = device
-        self.xp = device.xp
+        self.device = group.device
+        self.xp = group.device.xp
         self._areas = areas
-        control_bytes = 4 * (args.CONTROL_RAISED_BY + group.size * (1 + args.NUM_OPERATIONS))
-        areas.add("control", control_bytes)
-        self._record_memory = device.host_visible(ctypes.sizeof(args.ErrorRecord))
-        self._record_memory.view[:] = 0
-        self._record = args.ErrorRecord.from_buffer(self._record_memory.view)
-        self._alarm = self._record_memory.view[:4].view(np.uint32)
-        self._bad_input = device.zeros((2,), np.uint32)
-        self._epochs = {operation: device.zeros((blocks,), np.uint32) for operation, blocks in grids.items()}
         self._failure = None
         self._in_flight = collections.deque()
-        self._last_handle = device.handle(device.current_stream())
-        device.synchronize(self._last_handle)
+        self._last_handle = self._last_owner = None
+        areas.add("control", 4 * (args.CONTROL_RAISED_BY + group.size * (1 + args.NUM_OPERATIONS)))
+        together(group, type(self).__name__, lambda: self._allocate(grids | {args.OP_MEET: 1}))
         self._symmetric = SymmetricMemory(group, areas.nbytes)
         self._world = args.World(
             base=self._symmetric.base,
             stride=self._symmetric.stride,
             control=areas["control"],
             error=self._record_memory.pointer,
-            bad_input=device.pointer(self._bad_input),
+            bad_input=self.device.pointer(self._bad_input),
             timeout_ns=int(group.timeout * 1e9),
             rank=group.rank,
             ranks=group.size,
         )
+        self._complete(self._make_meet)
+        _live.add(self)
+
+    def _allocate(self, grids):
+        device, ranks = self.device, self.group.size
+        header = ctypes.sizeof(args.ErrorRecord)
+        shape = (1 + args.NUM_OPERATIONS, ranks)
+        self._record_memory = device.host_visible(header + 4 * shape[0] * ranks)
+        self._record_memory.view[:] = 0
+        self._record = args.ErrorRecord.from_buffer(self._record_memory.view)
+        self._record_words = self._record_memory.view[header:].view(np.uint32).reshape(shape)
+        self._alarm = self._record_memory.view[:4].view(np.uint32)
+        self._bad_input = device.zeros((args.NUM_BAD_INPUTS,), np.uint32)
+        self._epochs = {operation: device.zeros((blocks,), np.uint32) for operation, blocks in grids.items()}
+        device.synchronize(device.handle(device.current_stream()))
+
+    def _make_meet(self):
+        a = args.MeetArgs(world=self._world, epochs=self._epochs_of(args.OP_MEET))
+        self._meet_kernel = Operation(a, self.device.launcher("meet", a, grid=1, block=32))
+
+    def _complete(self, function):
+        """A part of a constructor. Collective: if `function` raises on one rank, all raise, and the memory is freed."""
+        try:
+            together(self.group, type(self).__name__, function)
+        except BaseException:
+            self._release(wait=False)
+            raise
 
     # -- calls ---------------------------------------------------------------------------------------------------------------
 
@@ -110,10 +137,12 @@ class Endpoint:
             raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
 
     def _launch(self, operation, handle):
+        if self._symmetric is None:  # closed by another thread since the call began
+            self._require_usable()
         self._refuse_cold(operation, handle)
         operation.warm = True
         operation.run(handle)
-        self._last_handle = handle
+        self._last_handle, self._last_owner = handle, last_owner(handle)
         self._raise_known()
 
     def _keep(self, handle, async_finish, stream, *arrays):
@@ -139,7 +168,7 @@ class Endpoint:
     def _require_usable(self):
         """Raises if the endpoint is closed or has failed; costs one look at host memory."""
         if self._symmetric is None:
-            raise EpcommError(f"{type(self).__name__} on rank {self.group.rank} is closed")
+            raise EpcommError(f"{type(self).__name__} on rank {self.group.rank} is {self._gone}")
         self._raise_known()
 
     def _failed(self) -> PeerTimeoutError:
@@ -150,49 +179,47 @@ class Endpoint:
     def _explain(self) -> PeerTimeoutError:
         """The error for what the record says, naming the ranks that held the call up."""
         record, group = self._record, self.group
-        words = self._control_words()
-        raised = {r for r in range(group.size) if words[args.CONTROL_RAISED_BY + r]}
-        first = args.CONTROL_RAISED_BY + group.size * (1 + record.operation)
-        entered = [int(word) for word in words[first : first + group.size]]
+        wanted, name = record.wanted, OPERATIONS[record.operation]
+        call = f"call {wanted}" if wanted else "the call"
         peers = [r for r in range(group.size) if r != group.rank]
-        behind = {r for r in peers if (entered[r] - record.wanted + 2**31) % 2**32 < 2**31}
+        raised = [r for r in peers if self._record_words[0, r]]
+        entered = [int(word) for word in self._record_words[1 + record.operation]]
+        behind = {r for r in peers if (entered[r] - wanted) % 2**32 >= 2**31}
+        if record.peer < 0 and behind.issuperset(raised):  # whoever gave up did so before this call: this rank is the late one
+            behind = set()
         gone = {r for r in peers if group.alive(r) is False}
-        silent = {record.peer} - raised - {-1}
-        culprits = sorted(behind & gone or behind or gone or silent or raised)
-        name = OPERATIONS[record.operation]
-        names = f"rank{'s' if len(culprits) > 1 else ''} {', '.join(map(str, culprits))}"
-        state = [f"{r}: {'process gone' if r in gone else f'entered call {entered[r]}'}" for r in culprits]
-        how = (
-            f"rank {min(raised)} gave up"
-            if record.peer_raised and raised
-            else f"nothing came within {group.timeout:g} s"
-        )
+        silent = {record.peer} - set(raised) - {-1}
+        culprits = sorted(behind & gone or behind or gone or silent)
+        if culprits:
+            states = "; ".join(
+                f"rank {r}: {'its process is gone' if r in gone else f'entered call {entered[r]}'}" for r in culprits
+            )
+            what = f"{_ranks(culprits)} did not {'come to' if set(culprits) & behind else 'finish'} {call} ({states})"
+        else:
+            what = f"{_ranks(raised)} had given up when this rank came to {call}"
+        how = f"{_ranks(raised)} gave up" if record.peer_raised else f"nothing came within {group.timeout:g} s"
+        if record.peer >= 0:
+            how += f"; waited for rank {record.peer}, saw {record.seen}, wanted {wanted}, block {record.block} thread {record.thread}"
         return PeerTimeoutError(
-            f"{name} on rank {group.rank}: {names} did not come to call {record.wanted} ({how}; {'; '.join(state)}; block "
-            f"{record.block} thread {record.thread} waited for rank {record.peer}, saw {record.seen}, wanted {record.wanted}). "
-            f"The ranks' steps no longer match: close this object and build a new one.",
+            f"{name} on rank {group.rank}: {what}; {how}. The ranks' steps no longer match: close this object and build a new one.",
             operation=name,
             rank=group.rank,
-            peers=culprits,
+            peers=culprits or raised,
             seen=record.seen,
-            wanted=record.wanted,
+            wanted=wanted,
         )
-
-    def _control_words(self) -> np.ndarray:
-        count = self._areas.sizes["control"] // 4
-        words = self._symmetric.array(self._areas["control"], (count,), np.uint32)
-        return self.device.to_host(words)
 
     def check(self):
         """Waits for this object's work so far, then raises what went wrong in it.
 
         Raises:
             PeerTimeoutError: a peer did not come; the object is dead.
-            ValueError: expert ids outside -1 ... num_experts - 1, or rows outside the array given to combine, were met (and treated
-                as not there) since the last check.
+            ValueError: since the last check, expert ids outside -1 ... num_experts - 1, or rows outside the array given to combine, were met
+                (and treated as not there), or a `total_tokens` was too small for its step.
+            EpcommError: the object is closed, or the stream of its last call is being captured.
         """
         self._require_usable()
-        self.device.synchronize(self._last_handle)
+        self._synchronize()
         self._require_usable()
         bad = self.device.to_host(self._bad_input)
         if bad.any():
@@ -203,6 +230,8 @@ class Endpoint:
                 problems.append(f"{bad[args.BAD_EXPERT_IDS]} expert ids were out of range and treated as -1")
             if bad[args.BAD_ROWS]:
                 problems.append(f"{bad[args.BAD_ROWS]} rows lay outside the array given to combine and were left out")
+            if bad[args.BAD_TOTALS]:
+                problems.append(f"total_tokens of {bad[args.BAD_TOTALS]} dispatches was too small, so rows were cut off")
             raise ValueError(f"rank {self.group.rank}: {'; '.join(problems)}")
 
     def memory(self) -> dict:
@@ -218,20 +247,49 @@ class Endpoint:
     # -- end of life ---------------------------------------------------------------------------------------------------------
 
     def destroy(self):
-        """Frees everything. Collective: waits for the peers within the timeout, but not after a failure. Idempotent."""
+        """Frees everything. Collective: waits for the peers within the timeout, but not after a failure. Idempotent.
+
+        Raises:
+            PeerTimeoutError: a peer did not come, or an earlier call had failed and nobody was told yet. All is freed nevertheless.
+        """
         self._release(wait=True)
 
     close = destroy
 
+    def _synchronize(self):
+        """Waits for this object's work so far: all eager calls, and what runs on the stream of the last call."""
+        self.group.order.synchronize(self.device)
+        if self._last_owner is not None:  # else the user may have destroyed it since
+            if capturing(self.device, self._last_handle):
+                raise EpcommError("a stream that is being captured cannot be waited for: end the capture first")
+            self.device.synchronize(self._last_handle)
+
+    def _meet(self):
+        """Waits until all ranks are past all that they did before; raises what has gone wrong. Collective."""
+        handle = self.device.handle(self.device.current_stream())
+        if capturing(self.device, handle):
+            raise EpcommError(f"{type(self).__name__}: nothing can be closed while the current stream is being captured")
+        with self._call(handle, handle):
+            self._launch(self._meet_kernel, handle)
+        self.device.synchronize(handle)
+        self._raise_known()
+
     def _release(self, wait):
-        symmetric, self._symmetric = self._symmetric, None
-        if symmetric is None:
+        if self._symmetric is None:
             return
-        self.device.synchronize(self._last_handle)
-        aborted = symmetric.array(self._areas["control"], (1,), np.uint32)
-        wait = wait and not self.device.to_host(aborted)[0]  # nobody will come any more
-        self._close_views()
-        symmetric.close(wait=wait)
+        try:
+            if wait and self._failure is None:  # what has been raised once is known
+                self._meet()
+        finally:
+            with self.group.order.lock:  # no call of another thread is being launched, and none will be
+                symmetric, self._symmetric = self._symmetric, None
+            if symmetric is not None:
+                try:
+                    self._synchronize()
+                finally:
+                    self._in_flight.clear()
+                    self._close_views()
+                    symmetric.close(wait=False)
 
     def _close_views(self):
         """Hook: drop arrays over the symmetric memory."""
@@ -240,4 +298,22 @@ class Endpoint:
         return self
 
     def __exit__(self, kind, value, traceback):
-        self._release(wait=kind is None)  # after an exception the peers may never come
+        if kind is None:
+            self._release(wait=True)
+        else:  # the peers may never come; and what went wrong is what the caller shall see
+            with contextlib.suppress(Exception):
+                self._release(wait=False)
+
+
+def _ranks(ranks):
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _forget_all():
+    """In a forked child: its parent's memory is still mapped, but the peers know nothing of this process."""
+    for endpoint in list(_live):
+        _inherited.append(endpoint._symmetric)
+        endpoint._symmetric, endpoint._gone = None, "the parent process's: a forked child cannot use it"
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,6 +1,8 @@
 """ExpertPool: weights or gradients of all experts in mapped memory, so that copied experts can be fetched and summed by kernels."""
 
+import contextlib
 import math
+import operator
 
 import numpy as np
 
@@ -10,6 +12,13 @@ from .layout import align
 from .runtime import args
 from .runtime.handles import share, together
 from .runtime.mapped import MappedRange
+
+
+def _shape(shape):
+    try:
+        return (operator.index(shape),)
+    except TypeError:
+        return tuple(operator.index(n) for n in shape)
 
 
 class ExpertPool:
@@ -40,16 +49,17 @@ class ExpertPool:
     def __init__(self, buffer, shape, dtype):
         self._ranges = None
         group, device = buffer.group, buffer.device
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        problem = None
+        problem, settings = None, {}
         try:
-            dtype = dtypes.resolve(dtype)
+            buffer._require_usable()
+            shape, dtype = _shape(shape), dtypes.resolve(dtype)
+            settings = {"shape": shape, "dtype": dtype.name}
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes <= 0 or nbytes % 16:
                 problem = f"shape: an expert must be a positive multiple of 16 bytes, {shape} of {dtype.name} has {nbytes}"
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-        group.agree("ExpertPool", {"shape": shape, "dtype": getattr(dtype, "name", str(dtype))}, problem)
+        except Exception as error:
+            problem = error
+        group.agree("ExpertPool", settings, problem)
         self.buffer = buffer
         self.shape = shape
         self.dtype = dtype
@@ -68,16 +78,20 @@ class ExpertPool:
                 MappedRange(device.allocator, slots),
                 MappedRange(device.allocator, [homes[group.rank], *own]),
             )
+            full, all_slots, compute = self._ranges
+            self.full = self._view(full, buffer.num_experts + per_rank)
+            self.compute = self._view(compute, 2 * per_rank)
+            self._descriptor = args.Pool(
+                full=full.address, all_slots=all_slots.address, stride=self.stride, bytes=self.nbytes
+            )
 
-        together(group, "mapping the expert pool", map_views)
-        full, all_slots, compute = self._ranges
-        self.full = self._view(full, buffer.num_experts + per_rank)
-        self.compute = self._view(compute, 2 * per_rank)
+        try:
+            together(group, "mapping the expert pool", map_views)
+        except BaseException:
+            self._ranges = None
+            raise
         self.local = self.compute[:per_rank]
         self.slots = self.compute[per_rank:]
-        self._descriptor = args.Pool(
-            full=full.address, all_slots=all_slots.address, stride=self.stride, bytes=self.nbytes
-        )
 
     def _view(self, mapped, experts):
         device = self.buffer.device
@@ -97,16 +111,28 @@ class ExpertPool:
     def _release(self, wait):
         if self._ranges is None:
             return
-        self.buffer.device.synchronize(self.buffer._last_handle)
-        self.full = self.local = self.slots = self.compute = self._ranges = None
-        if wait:  # a peer's kernel may still read this rank's pages, but they live until the last of us unmaps them
-            self.buffer.group.barrier()
+        buffer = self.buffer
+        try:
+            if wait and buffer._symmetric is not None and buffer._failure is None:
+                buffer._meet()
+        finally:
+            with buffer.group.order.lock:  # no call of another thread is being launched with this pool
+                ranges, self._ranges = self._ranges, None
+            try:
+                buffer._synchronize()
+            finally:
+                self.full = self.local = self.slots = self.compute = None
+                del ranges  # a peer's kernel may still read these pages: they live until the last rank has unmapped them
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, value, traceback):
-        self._release(wait=kind is None)  # after an exception the peers may never come
+        if kind is None:
+            self._release(wait=True)
+        else:  # the peers may never come; and what went wrong is what the caller shall see
+            with contextlib.suppress(Exception):
+                self._release(wait=False)
 
     def __repr__(self):
         state = "closed" if self._ranges is None else f"{self.dtype.name}, {self.stride} bytes an expert"

@@ -108,6 +108,11 @@ def _cuda_handle(device, stream):
     return handle, False
 
 
+def last_owner(handle):
+    """The object that owns stream `handle`, where this thread has just resolved it; None if it is known by number alone."""
+    return _resolved.owner if getattr(_resolved, "handle", None) == handle else None
+
+
 def capturing(device, handle):
     """Whether stream `handle` is inside a graph capture."""
     return handle != _LEGACY and device.capturing(handle)  # the legacy stream cannot be captured, nor asked
@@ -176,12 +181,27 @@ class CallOrder:
     def _owner_of(self, handle):
         if self._communication is not None and self._communication[1] == handle:
             return self._communication[0]
-        return _resolved.owner if getattr(_resolved, "handle", None) == handle else None
+        return last_owner(handle)
 
     def _record(self, device, handle):
         if self._event is None:
             self._event = _driver().event(device)
         _driver().record(device, self._event, handle)
+
+    def synchronize(self, device):
+        """Block the host until the last eager call is over, and so all before it. EpcommError inside a capture."""
+        if device.kind == "cpu":
+            return
+        with self.lock:
+            if self._last is None:
+                return
+            if not self._recorded:
+                if capturing(device, self._last):
+                    raise EpcommError("a stream that is being captured cannot be waited for: end the capture first")
+                self._record(device, self._last)
+                self._recorded = True
+            event = self._event
+        _driver().synchronize(event)
 
     def communication_stream(self, device):
         """The handle of the device's own stream for `async_finish`; non-blocking, of high priority."""

@@ -24,21 +24,23 @@ typedef float f32;
 #define OP_REDUCE_GRAD 4
 #define OP_LL_DISPATCH 5
 #define OP_LL_COMBINE 6
-#define NUM_OPERATIONS 7
+#define OP_MEET 7
+#define NUM_OPERATIONS 8
 
-// A chunk's control area, in u32 words: [0] this rank's abort flag; from CONTROL_RAISED_BY on, one word a rank that gave up by
-// itself; then one entry word an operation and rank.
+// A chunk's control area, in u32 words: [0] this rank's abort flag; [1] whether its error record is taken; from CONTROL_RAISED_BY on,
+// one word a rank that gave up by itself; then one entry word an operation and rank.
 #define CONTROL_ABORTED 0
+#define CONTROL_REPORTED 1
 #define CONTROL_RAISED_BY 32
 #define ABORTED_HERE 1
 #define ABORTED_BY_PEER 2
 
-// What the first wait that expired saw; in memory that the host reads.
+// What the first wait that expired saw; in memory that the host reads. Behind it lies a copy of the control area from
+// CONTROL_RAISED_BY on, as it was then. peer: -1 = no rank was waited for, since the call began too late.
 struct ErrorRecord {
   u32 state;
   u32 peer_raised;
   i32 operation;
-  i32 rank;
   i32 peer;
   u32 seen;
   u32 wanted;
@@ -49,6 +51,8 @@ struct ErrorRecord {
 // Counters of input that kernels had to ignore: World.bad_input[...].
 #define BAD_EXPERT_IDS 0
 #define BAD_ROWS 1
+#define BAD_TOTALS 2
+#define NUM_BAD_INPUTS 3
 
 // Who this rank is and where the peers' chunks of the symmetric memory lie.
 struct World {
@@ -100,6 +104,7 @@ struct DispatchArgs {
   i32 num_tokens;
   i32 capacity;
   i32 row_capacity;
+  i32 result_rows;
   i32 row_bytes;
   i32 topk;
   i32 segments;
@@ -107,6 +112,12 @@ struct DispatchArgs {
   i32 ranks;
   i32 send_warps;
   i32 with_weights;
+};
+
+// meet.cu: all ranks wait for each other.
+struct MeetArgs {
+  struct World world;
+  u32* epochs;
 };
 
 // combine.cu: rows back to their tokens, summed.

@@ -20,19 +20,22 @@ DEV bool aborted(const World& w) { return ld_relaxed(control_words(w, w.rank) + 
 // Ends every wait of this rank: the first wait to expire, or the first to see that a peer gave up, says what it missed; if it was
 // not a peer's doing, the peers are told.
 DEV_CALL void give_up(const World& w, i32 operation, i32 peer, u32 seen, u32 wanted) {
-  const u32 before = atomic_exch_gpu(control_words(w, w.rank) + CONTROL_ABORTED, ABORTED_HERE);
-  ErrorRecord* record = w.error;
-  if (before == ABORTED_HERE || ld_acquire(&record->state) != 0) return;
-  record->peer_raised = before == ABORTED_BY_PEER;
-  record->operation = operation;
-  record->rank = w.rank;
-  record->peer = peer;
-  record->seen = seen;
-  record->wanted = wanted;
-  record->block = block_index();
-  record->thread = thread_index();
-  st_release(&record->state, 1);
+  u32* own = control_words(w, w.rank);
+  if (atomic_exch_gpu(own + CONTROL_REPORTED, 1) != 0) return;  // a word that no peer writes, so one thread alone goes on
+  w.error->operation = operation;
+  w.error->peer = peer;
+  w.error->seen = seen;
+  w.error->wanted = wanted;
+  w.error->block = block_index();
+  w.error->thread = thread_index();
+  const u32 before = ld_acquire(own + CONTROL_ABORTED);
+  w.error->peer_raised = before == ABORTED_BY_PEER;
+  st_relaxed(own + CONTROL_ABORTED, ABORTED_HERE);
+#pragma unroll 1
+  for (i32 i = 0; i < w.ranks * (1 + NUM_OPERATIONS); i++) ((u32*)(w.error + 1))[i] = ld_relaxed(own + CONTROL_RAISED_BY + i);
+  st_release(&w.error->state, 1);
   if (before == ABORTED_BY_PEER) return;
+#pragma unroll 1
   for (i32 r = 0; r < w.ranks; r++) {
     if (r == w.rank) continue;
     st_relaxed(control_words(w, r) + CONTROL_RAISED_BY + w.rank, 1);
@@ -68,13 +71,25 @@ DEV bool wait_entered(const World& w, i32 operation, u32 epoch, i32 peer) {
   return wait_until(w, entry_word(w, w.rank, operation, peer), epoch, operation, peer);
 }
 
+// The whole warp waits until every peer has entered this call.
+DEV bool peers_entered(const World& w, i32 operation, u32 epoch) {
+  bool ok = true;
+  for (i32 peer = lane_index(); peer < w.ranks; peer += WARP)
+    ok = ok && (peer == w.rank || wait_entered(w, operation, epoch, peer));
+  return warp_all(ok);
+}
+
+// False for the whole block if this rank has given up: then a kernel ends where it starts.
+DEV bool may_begin(const World& w, i32 operation, u32 epoch) {
+  if (!block_any(aborted(w))) return true;
+  if (thread_index() == 0) give_up(w, operation, -1, epoch - 1, epoch);
+  return false;
+}
+
 // Starts a call: its epoch, told to every peer by block 0. False for the whole block if this rank has given up.
 DEV bool begin_call(const World& w, i32 operation, const u32* epochs, u32& epoch) {
   epoch = epochs[block_index()] + 1;
-  if (block_any(aborted(w))) {
-    if (thread_index() == 0) give_up(w, operation, -1, epoch - 1, epoch);
-    return false;
-  }
+  if (!may_begin(w, operation, epoch)) return false;
   if (block_index() == 0)
     for (i32 r = thread_index(); r < w.ranks; r += block_threads()) st_release(entry_word(w, r, operation, w.rank), epoch);
   return true;

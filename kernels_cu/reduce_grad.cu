@@ -88,13 +88,8 @@ DEV bool add_copies(const ReduceGradArgs& a, u32 epoch) {
     const Pool& pool = a.pools[p];
     const i64 vectors = pool.bytes / 16, pieces = (vectors + PIECE_VECTORS - 1) / PIECE_VECTORS, all = pieces * copies.count;
     for (i64 item = (warp - passed % warps + warps) % warps; item < all; item += warps) {
-      if (!entered) {  // of all peers: whoever holds a copy may be any of them
-        bool ok = true;
-        for (i32 peer = lane_index(); peer < ranks; peer += WARP)
-          ok = ok && (peer == a.world.rank || wait_entered(a.world, OP_REDUCE_GRAD, epoch, peer));
-        if (!warp_all(ok)) return false;
-        entered = true;
-      }
+      if (!entered && !peers_entered(a.world, OP_REDUCE_GRAD, epoch)) return false;  // whoever holds a copy may be any of them
+      entered = true;
       const i32 local = copies.expert[item / pieces];
       const i64 offset = item % pieces * PIECE_VECTORS, rest = vectors - offset;
       u8* home = pool.full + ((i64)a.world.rank * a.experts_per_rank + local) * pool.stride + offset * 16;

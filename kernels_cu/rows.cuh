@@ -27,14 +27,6 @@ DEV i32 most_tokens(const i32* num_tokens_per_rank, i32 ranks) {
   return most;
 }
 
-// The whole warp waits until every peer has entered this call.
-DEV bool peers_entered(const World& w, i32 operation, u32 epoch) {
-  bool ok = true;
-  for (i32 peer = lane_index(); peer < w.ranks; peer += WARP)
-    ok = ok && (peer == w.rank || wait_entered(w, operation, epoch, peer));
-  return warp_all(ok);
-}
-
 // Copies a row through registers to the slots that lanes 1..n-1 hold; lane 0 holds the slot it lies in.
 DEV void copy_to_duplicates(u8* rows, i32 slot, i32 n, i32 row_bytes) {
   constexpr i32 IN_FLIGHT = 7;

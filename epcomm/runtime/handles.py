@@ -27,7 +27,10 @@ def together(group, what, function):
         value = function()
     except Exception as error:
         problem = error
-    return group.gather(what, value, problem=problem)
+    try:
+        return group.gather(what, value, problem=problem)
+    finally:
+        problem = None  # it knows this frame: what it holds would live until the garbage collector comes
 
 
 def share(group, nbytes, kind=None) -> list:

@@ -19,6 +19,11 @@ namespace plan_cu {
 #include "../plan.cu"
 }
 #endif
+#if __has_include("../meet.cu")
+namespace meet_cu {
+#include "../meet.cu"
+}
+#endif
 #if __has_include("../dispatch.cu")
 namespace dispatch_cu {
 #include "../dispatch.cu"
