@@ -25,7 +25,7 @@ else
   AND_CUDA := $(comma)$(CUDA)
 endif
 
-SOURCES := pyproject.toml setup.cfg $(wildcard epcomm/runtime/*.pyx epcomm/runtime/*.pxi epcomm/runtime/*.h) \
+SOURCES := pyproject.toml setup.cfg $(wildcard epcomm/runtime/*.pyx epcomm/runtime/*.pxi epcomm/runtime/*.pxd epcomm/runtime/*.h) \
            $(wildcard kernels_cu/*.cu kernels_cu/*.cuh kernels_cu/*.h kernels_cu/cpu/*)
 
 # bench/ and tests/ are not installed: they are run from here.
