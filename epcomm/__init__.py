@@ -15,11 +15,11 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .errors import PeerTimeoutError as PeerTimeoutError
     from .group import Group as Group
     from .low_latency import CombineMode as CombineMode
+    from .low_latency import MoECommunicator as MoECommunicator
+    from .low_latency import MoEMode as MoEMode
     from .low_latency_output import DispatchHandle as DispatchHandle
     from .low_latency_output import DispatchLayout as DispatchLayout
     from .low_latency_output import DispatchOutput as DispatchOutput
-    from .low_latency import MoECommunicator as MoECommunicator
-    from .low_latency import MoEMode as MoEMode
     from .plan import Plan as Plan
     from .pool import ExpertPool as ExpertPool
     from .quant import DispatchDataType as DispatchDataType

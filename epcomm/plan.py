@@ -31,18 +31,21 @@ class PlanLayout:
 
 
 class Plan:
-    """The placement of every entry of a step. Made by `Buffer.plan` or `Buffer.dispatch`; reusable any number of times.
+    """The placement of every entry of a step. Made by `Buffer.plan` or `Buffer.dispatch`; reusable.
 
-    A plan owns its arrays (one allocation on the device): other plans made in between, and later dispatches, leave it alone. All
-    arrays are int32; segments are this rank's home experts in ascending id, then its prefetch slots.
+    A plan owns its arrays (one allocation on the device): other plans made in between, and later dispatches,
+    leave it alone. All arrays are int32; segments are this rank's home experts in ascending id, then its
+    prefetch slots.
 
     Attributes:
         num_tokens: tokens of this rank in the step (s), known to the host.
-        dst: [s * K], entry (t, k) at t * K + k: rank * row_capacity + row of that rank's receive buffer; -1 = no expert.
+        dst: [s * K], entry (t, k) at t * K + k: rank * row_capacity + row of that rank's receive buffer; -1 =
+            no expert.
         num_tokens_per_rank: [R], every rank's s.
         num_tokens_per_expert: [2 * E/R], true rows of each segment, without padding.
-        cu_seqlens: [2 * E/R], padded end row of each segment: segment i is rows cu_seqlens[i-1] ... cu_seqlens[i] - 1 (from 0 for
-            the first), of which the first num_tokens_per_expert[i] hold tokens and the rest are zero.
+        cu_seqlens: [2 * E/R], padded end row of each segment: segment i is rows cu_seqlens[i-1] ...
+            cu_seqlens[i] - 1 (from 0 for the first), of which the first num_tokens_per_expert[i] hold tokens
+            and the rest are zero.
         experts_to_copy: [R, E/R], the expert in each rank's prefetch slots, ascending; -1 = idle.
         row_capacity: rows of a receive buffer (NvS).
         dispatched: whether a dispatch has delivered the rows' places to their ranks, which combine needs.
@@ -69,7 +72,8 @@ class Plan:
     def _array(self, name):
         array = self._arrays.get(name)
         if array is None:
-            array = self._arrays[name] = self._slab[self._layout.slices[name]].reshape(self._layout.shapes[name])
+            flat = self._slab[self._layout.slices[name]]
+            array = self._arrays[name] = flat.reshape(self._layout.shapes[name])
         return array
 
     @property
@@ -111,4 +115,7 @@ class Plan:
         return full
 
     def __repr__(self):
-        return f"Plan(num_tokens={self.num_tokens}, rank={self._rank} of {self._ranks}, row_capacity={self.row_capacity})"
+        return (
+            f"Plan(num_tokens={self.num_tokens}, rank={self._rank} of {self._ranks}, "
+            f"row_capacity={self.row_capacity})"
+        )

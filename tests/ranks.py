@@ -40,7 +40,8 @@ def run_ranks(ranks, function, *args, timeout=5.0, share=None, **kwargs):
     Args:
         timeout: the groups' timeout in seconds.
         share: with fewer GPUs than ranks, let ranks share GPUs (slow) instead of skipping the test. None: as
-            EPCOMM_TEST_SHARE_GPUS=1 says, then with a timeout for the milliseconds that a hop between them takes.
+            EPCOMM_TEST_SHARE_GPUS=1 says, then with a timeout for the milliseconds that a hop between them
+            takes.
     """
     if not on_gpus():
         return run_threads(ranks, function, *args, timeout=timeout, **kwargs)

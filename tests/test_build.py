@@ -160,7 +160,8 @@ def test_import_loads_nothing_heavy():
 
 def test_every_source_rebuilds_its_extension():
     listed = {name: {*e["sources"], *e.get("depends", ())} for name, e in EXTENSIONS.items()}
-    assert {str(path.relative_to(ROOT)) for path in KERNELS} <= listed["epcomm.runtime._fibers"]
+    kernels = {name for name in listed["epcomm.runtime._fibers"] if name.startswith("kernels_cu/")}
+    assert kernels == {str(path.relative_to(ROOT)) for path in KERNELS}
     runtime = ROOT / "epcomm" / "runtime"
     for pyx in runtime.glob("*.pyx"):
         files = listed[f"epcomm.runtime.{pyx.stem}"]
@@ -182,8 +183,6 @@ def test_touched_kernel_rebuilds(tree, tmp_path):
     for name in set(EXTENSIONS) - {"epcomm.runtime._fibers"}:
         (small / f"{name.replace('.', '/')}.pyx").write_text("")
     (small / "epcomm/runtime/_fibers.pyx").write_text("")
-    for name in EXTENSIONS["epcomm.runtime._fibers"]["depends"]:
-        (small / name).touch()
 
     def compiled():
         return [line for line in build_in_place(small).splitlines() if "kernels.cpp" in line]

@@ -1,6 +1,5 @@
 """MoECommunicator against the oracle: layouts, combine modes, bf16 and fp8, both ways of sending rows."""
 
-
 import pytest
 from low_latency_harness import calls_for, serve, settings_of, verify
 from ranks import run_ranks

@@ -173,7 +173,8 @@ def interleaved(group, order):
 
 def test_interleaved_calls_of_two_buffers_give_the_serial_result():
     orders = ["da ca db cb", "da db ca cb", "da db cb ca", "db da ca cb", "db da cb ca", "db cb da ca"]
-    # share=False: on one GPU a rank's kernels on the communication stream, of high priority, keep the other's work waiting
+    # share=False: on one GPU a rank's kernels on the communication stream, of high priority, keep the other's
+    # work waiting
     results = [run_ranks(2, interleaved, order.split(), share=False) for order in orders]
     for result in results[1:]:
         assert result == results[0]
