@@ -208,12 +208,46 @@ def pool():
     return p
 
 
+def layouts():
+    """The two layouts of low latency."""
+    p = Picture(720, 250)
+    p.title("low latency: what rank 0 of two holds; two experts a rank, T = 4")
+    p.text(20, 52, "EXPERT_MAJOR [2, 8, H]: a row for each expert that a token names")
+    for row, cells in enumerate((("0.0", "0.2", "1.0", "1.1", "1.3"), ("0.1", "0.2", "1.3"))):
+        y = 62 + 32 * row
+        p.text(20, y + 17, f"expert {row}")
+        for i in range(8):
+            _cell(p, 90 + 50 * i, y, cells[i] if i < len(cells) else None)
+        p.text(500, y + 17, f"num_tokens_per_expert[{row}] = {len(cells)}", size=11)
+    p.text(
+        20,
+        164,
+        "RANK_MAJOR [8, H]: a row for each token that names an expert here, at most T a source",
+        size=12,
+    )
+    cells = ["0.0", "0.1", "0.2", None, "1.0", "1.1", "1.3", None]
+    for i, cell in enumerate(cells):
+        _cell(p, 90 + 50 * i, 174, cell)
+    p.text(500, 191, "num_tokens_per_rank = [3, 3]", size=11)
+    p.note(90, 226, "r.t: token t of rank r")
+    p.box(250, 214, 14, 14, "white")
+    p.hatch(250, 214, 14, 14, "pad")
+    p.note(270, 226, "not written")
+    return p
+
+
+def _cell(p, x, y, text):
+    p.box(x, y, 50, 24, EXPERTS[4 if text[0] == "0" else 3] if text else "white", text or "", size=11)
+    if not text:
+        p.hatch(x, y, 50, 24, "pad")
+
+
 def _rank_box(p, x, y, width, height, title):
     p.box(x, y, width, height, "#f6f8fa", stroke=GREY)
     p.text(x + 10, y + 18, title, weight="bold", fill=INK)
 
 
-PICTURES = (balanced, segments, dispatch, combine, chunks, pool)
+PICTURES = (balanced, segments, dispatch, combine, chunks, pool, layouts)
 
 
 def main():
