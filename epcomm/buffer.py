@@ -22,8 +22,8 @@ class Dispatched(NamedTuple):
     """What `Buffer.dispatch` returns.
 
     Attributes:
-        x: [rows, hidden] received rows, grouped by segment (see Plan.cu_seqlens); pad rows are zero, rows behind
-            the last segment are undefined.
+        x: [rows, hidden] received rows, grouped by segment (see Plan.cu_seqlens); pad rows are zero, rows
+            behind the last segment are undefined.
         topk_weights: [rows] float32, or None.
         cu_seqlens: plan.cu_seqlens.
         plan: the Plan.
@@ -55,7 +55,8 @@ class Buffer(Endpoint):
         num_topk: experts a token names (K), 1 to 32.
         num_experts: experts over all ranks (E), a multiple of the group's size.
         dtype: of a row: "bfloat16", "float16" or "float32".
-        num_sms: SMs that dispatch and combine may use; None = enough that neither the wire nor the stores starve.
+        num_sms: SMs that dispatch and combine may use; None = enough that neither the wire nor the stores
+            starve.
         token_padding: rows of an expert's segment are padded to a multiple of this.
 
     Raises:
@@ -63,14 +64,30 @@ class Buffer(Endpoint):
     """
 
     def __init__(
-        self, group, *, num_tokens, hidden, num_topk, num_experts, dtype="bfloat16", num_sms=None, token_padding=128
+        self,
+        group,
+        *,
+        num_tokens,
+        hidden,
+        num_topk,
+        num_experts,
+        dtype="bfloat16",
+        num_sms=None,
+        token_padding=128,
     ):
-        given = buffer_settings.Settings(num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding)
+        given = buffer_settings.Settings(
+            num_tokens, hidden, num_topk, num_experts, dtype, num_sms, token_padding
+        )
         settings = buffer_settings.agree(group, given)
         num_tokens, hidden, num_topk, num_experts, self.dtype, num_sms, token_padding = settings
         ranks, device = group.size, group.device
         self._id = next(_ids)
-        self.num_tokens, self.hidden, self.num_topk, self.num_experts = num_tokens, hidden, num_topk, num_experts
+        self.num_tokens, self.hidden, self.num_topk, self.num_experts = (
+            num_tokens,
+            hidden,
+            num_topk,
+            num_experts,
+        )
         self.token_padding = token_padding
         self.experts_per_rank = num_experts // ranks
         self.row_bytes = hidden * self.dtype.itemsize
@@ -78,7 +95,9 @@ class Buffer(Endpoint):
         if num_sms is None:
             num_sms = layout.default_num_sms(ranks, num_experts, num_topk, device.num_sms)
         self.num_sms = min(num_sms, device.num_sms)
-        self.ring_tokens = layout.ring_tokens(num_tokens, self.row_bytes, self.row_capacity * self.row_bytes, ranks)
+        self.ring_tokens = layout.ring_tokens(
+            num_tokens, self.row_bytes, self.row_capacity * self.row_bytes, ranks
+        )
 
         plan_grid = plan_layout.grid_blocks(num_tokens, device.num_sms)
         halves = -(-num_tokens // (self.ring_tokens // 2))
@@ -103,7 +122,9 @@ class Buffer(Endpoint):
     def _prepare(self, plan_grid, halves):
         """What is this rank's own: arrays and kernels."""
         device = self.device
-        self._rows_view = self._symmetric.array(self._areas["receive"], (self.row_capacity, self.hidden), self.dtype)
+        self._rows_view = self._symmetric.array(
+            self._areas["receive"], (self.row_capacity, self.hidden), self.dtype
+        )
         self._receive_begin = device.pointer(self._rows_view)
         self._receive_end = self._receive_begin + self._rows_view.nbytes
         self._weights_view = device.zeros((self.row_capacity,), np.float32)
@@ -116,14 +137,15 @@ class Buffer(Endpoint):
         self._reduce_grad_kernel = buffer_kernels.reduce_grad(self, self._counters[halves:])
         device.synchronize(device.handle(device.current_stream()))
 
-    # -- operations ----------------------------------------------------------------------------------------------------------
+    # operations
+    # ----------
 
     def plan(self, topk_idx, *, stream=None) -> Plan:
         """Decides where every entry of this step goes. Collective; nothing waits for the host.
 
         Args:
-            topk_idx: [s, K] int32 or int64 expert ids, s <= num_tokens; -1 = no expert, other ids outside the experts act as -1
-                and make `check()` raise. A token may name an expert twice.
+            topk_idx: [s, K] int32 or int64 expert ids, s <= num_tokens; -1 = no expert, other ids outside the
+                experts act as -1 and make `check()` raise. A token may name an expert twice.
             stream: stream to work on; None = the current one.
 
         Returns:
@@ -156,17 +178,20 @@ class Buffer(Endpoint):
             x: [s, hidden] rows of the buffer's dtype.
             topk_idx: [s, K] expert ids, to be planned now; or
             plan: a Plan of this buffer with num_tokens = s. Exactly one of both.
-            topk_weights: [s, K] float32 route weights that travel with the rows, or None; the same choice on all ranks.
-            total_tokens: the sum of s over all ranks, where the host knows it: the result then has the step's rows instead of the
-                buffer's capacity.
+            topk_weights: [s, K] float32 route weights that travel with the rows, or None; the same choice on
+                all ranks.
+            total_tokens: the sum of s over all ranks, where the host knows it: the result then has the step's
+                rows instead of the buffer's capacity.
             out: [rows or more, hidden] array to write the received rows into; its first rows are returned.
             zero_copy: return a view of the buffer's receive area; the next dispatch overwrites it.
             zero_copy_weights: likewise for the received weights.
-            async_finish: work on the communication stream, after what is on `stream` by now; results may be used after `event.wait()`.
+            async_finish: work on the communication stream, after what is on `stream` by now; results may be
+                used after `event.wait()`.
             stream: the caller's stream; None = the current one.
 
         Raises:
-            ValueError, TypeError: bad input; nothing has been sent and no peer is held up if the call is made again in time.
+            ValueError, TypeError: bad input; nothing has been sent and no peer is held up if the call is made
+                again in time.
             PeerTimeoutError: an earlier call's peer did not come.
         """
         device = self.device
@@ -183,31 +208,53 @@ class Buffer(Endpoint):
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(num_tokens, self.hidden), stream=caller)
         pointer = device.pointer(rows)
         if num_tokens and self._receive_begin <= pointer < self._receive_end:
-            raise ValueError("x: it lies in the buffer's receive area, which this dispatch writes to: pass a copy")
+            raise ValueError(
+                "x: it lies in the buffer's receive area, which this dispatch writes to: pass a copy"
+            )
         num_rows = self._step_rows(total_tokens)
         if topk_weights is not None:
             topk_weights = take(
-                device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=(num_tokens, self.num_topk), stream=caller
+                device,
+                topk_weights,
+                "topk_weights",
+                dtypes=_WEIGHT_DTYPES,
+                shape=(num_tokens, self.num_topk),
+                stream=caller,
             )
             if zero_copy_weights and self._overlap(topk_weights, self._weights_view):
-                raise ValueError("topk_weights: they lie where this dispatch writes the received weights: pass a copy")
+                raise ValueError(
+                    "topk_weights: they lie where this dispatch writes the received weights: pass a copy"
+                )
         if out is not None:
             if zero_copy:
                 raise ValueError("dispatch: out and zero_copy exclude each other")
             target = take(
-                device, out, "out", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller, writable=True
+                device,
+                out,
+                "out",
+                dtypes=(self.dtype,),
+                shape=(None, self.hidden),
+                stream=caller,
+                writable=True,
             )
             if target.shape[0] < num_rows:
                 raise ValueError(f"out: expected at least {num_rows} rows, got {target.shape[0]}")
             target = target[:num_rows]
             if self._overlap(target, self._rows_view):
-                raise ValueError("out: expected memory of your own, got the buffer's receive area (zero_copy returns a view of it)")
+                raise ValueError(
+                    "out: expected memory of your own, got the buffer's receive area "
+                    "(zero_copy returns a view of it)"
+                )
         with self._call(caller, handle):
             if plan is None:
                 plan = self._plan(indices, handle)
             weights = None
             if topk_weights is not None:
-                weights = self._weights_view if zero_copy_weights else device.empty((self.row_capacity,), np.float32)
+                weights = (
+                    self._weights_view
+                    if zero_copy_weights
+                    else device.empty((self.row_capacity,), np.float32)
+                )
             a = self._dispatch_kernel.args
             a.x = pointer
             a.topk_weights = None if weights is None else device.pointer(topk_weights)
@@ -249,16 +296,18 @@ class Buffer(Endpoint):
         async_finish=False,
         stream=None,
     ) -> Combined:
-        """Brings every token's rows back and sums them, unweighted. Collective. The backward of dispatch, and its mirror.
+        """Brings every token's rows back and sums them, unweighted. Collective. The backward of dispatch, and
+        its mirror.
 
-        A rank's rows of a token are summed in float32 in ascending k and rounded once to the row type; these partial sums are added in
-        ascending rank order in float32 and rounded once. Same input, same bits.
+        A rank's rows of a token are summed in float32 in ascending k and rounded once to the row type; these
+        partial sums are added in ascending rank order in float32 and rounded once. Same input, same bits.
 
         Args:
-            x: [rows, hidden] rows of the buffer's dtype, laid out as dispatch delivered them; read where they lie.
+            x: [rows, hidden] rows of the buffer's dtype, laid out as dispatch delivered them; read where they
+                lie.
             plan: the Plan of that dispatch.
-            row_weights: [rows] float32 or None: one value a row, brought back to [s, K] (the gradient of the route weights); the
-                same choice on all ranks.
+            row_weights: [rows] float32 or None: one value a row, brought back to [s, K] (the gradient of the
+                route weights); the same choice on all ranks.
             out: [s, hidden] array to write the sums into.
             zero_copy: assert that x is this buffer's live view, as the last dispatch returned it.
             zero_copy_weights: likewise for row_weights.
@@ -272,13 +321,21 @@ class Buffer(Endpoint):
         caller, handle = self._streams(stream, async_finish, x)
         self._check_plan(plan)
         if not plan.dispatched:
-            raise ValueError("combine: the plan has not been dispatched yet, so no rank knows which rows it holds of which token")
+            raise ValueError(
+                "combine: the plan has not been dispatched yet, so no rank knows which rows it holds of "
+                "which token"
+            )
         give = giver(x, None if async_finish else handle)
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller)
         self._check_view("x", rows, self._rows_view, plan, zero_copy)
         if row_weights is not None:
             row_weights = take(
-                device, row_weights, "row_weights", dtypes=_WEIGHT_DTYPES, shape=(rows.shape[0],), stream=caller
+                device,
+                row_weights,
+                "row_weights",
+                dtypes=_WEIGHT_DTYPES,
+                shape=(rows.shape[0],),
+                stream=caller,
             )
             self._check_view("row_weights", row_weights, self._weights_view, plan, zero_copy_weights)
         shape = (plan.num_tokens, self.hidden)
@@ -286,7 +343,9 @@ class Buffer(Endpoint):
             target = device.empty(shape, self.dtype)
         else:
             target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=caller, writable=True)
-            if self._overlap(target, rows) or (row_weights is not None and self._overlap(target, row_weights)):
+            if self._overlap(target, rows) or (
+                row_weights is not None and self._overlap(target, row_weights)
+            ):
                 raise ValueError("out: it overlaps the rows or weights that are being combined")
         weights = None if row_weights is None else device.empty((plan.num_tokens, self.num_topk), np.float32)
         with self._call(caller, handle):
@@ -308,10 +367,12 @@ class Buffer(Endpoint):
         return Combined(target if out is None else out, weights, event)
 
     def prefetch_weight(self, plan, *pools, async_finish=False, stream=None):
-        """Pulls the experts that the plan copies to this rank into the prefetch slots of each pool, in one launch.
+        """Pulls the experts that the plan copies to this rank into the prefetch slots of each pool, in one
+        launch.
 
-        Needs no peer to take part, but peers must not change their weights from before this step's plan until after its last prefetch; any
-        plan, dispatch or combine between an update and the prefetch sees to that (docs/memory.md).
+        Needs no peer to take part, but peers must not change their weights from before this step's plan until
+        after its last prefetch; any plan, dispatch or combine between an update and the prefetch sees to that
+        (docs/memory.md).
 
         Args:
             plan: a Plan of this buffer.
@@ -326,8 +387,8 @@ class Buffer(Endpoint):
     def reduce_grad(self, plan, *pools, async_finish=False, stream=None):
         """Adds the gradients of copied experts to their homes, and clears the slots they lay in. Collective.
 
-        home = home + slots of the ranks that held a copy, in ascending rank, in float32. Home rows of experts that nobody copied, and
-        slots that the plan left idle, are not touched.
+        home = home + slots of the ranks that held a copy, in ascending rank, in float32. Home rows of experts
+        that nobody copied, and slots that the plan left idle, are not touched.
 
         Args:
             plan: a Plan of this buffer, the same step's on all ranks.
@@ -342,7 +403,8 @@ class Buffer(Endpoint):
                 raise TypeError(f"reduce_grad: expected pools of float32, got {pool.dtype.name}")
         return self._over_pools(self._reduce_grad_kernel, plan, pools, async_finish, stream)
 
-    # -- helpers -------------------------------------------------------------------------------------------------------------
+    # helpers
+    # -------
 
     def _plan(self, topk_idx, handle):
         plan = Plan(self, topk_idx.shape[0])
@@ -379,10 +441,17 @@ class Buffer(Endpoint):
 
     def _take_topk(self, topk_idx, caller):
         topk_idx = take(
-            self.device, topk_idx, "topk_idx", dtypes=_INDEX_DTYPES, shape=(None, self.num_topk), stream=caller
+            self.device,
+            topk_idx,
+            "topk_idx",
+            dtypes=_INDEX_DTYPES,
+            shape=(None, self.num_topk),
+            stream=caller,
         )
         if topk_idx.shape[0] > self.num_tokens:
-            raise ValueError(f"topk_idx: expected at most {self.num_tokens} tokens (num_tokens), got {topk_idx.shape[0]}")
+            raise ValueError(
+                f"topk_idx: expected at most {self.num_tokens} tokens (num_tokens), got {topk_idx.shape[0]}"
+            )
         return topk_idx
 
     def _check_plan(self, plan):

@@ -1,5 +1,6 @@
-"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set, and
-its launcher."""
+"""The kernels of a Buffer: for each operation its argument struct, with the fields that never change set,
+and its launcher.
+"""
 
 from . import layout, plan_layout
 from .buffer_settings import ROW_DTYPES
@@ -111,14 +112,16 @@ def reduce_grad(buffer, blocks_done) -> Operation:
 
 def _dispatch_warps(grid, warps, rows_in_shared):
     """(send warps, threads) of a dispatch block. About 320 send warps in the whole grid fill the wire
-    whatever its size; more only compete with arriving rows (measured on H200). Each needs one row of shared
-    memory; 16 warps expand."""
+    whatever its size; more only compete with arriving rows (measured on H200). Each needs one row of
+    shared memory; 16 warps expand.
+    """
     send = max(1, min(round(320 / grid), warps // 2, rows_in_shared))
     return send, 32 * (send + min(16, warps - send))
 
 
 def _combine_warps(grid, warps):
     """(produce warps, threads) of a combine block. Few SMs need all the loads in flight they can get, many
-    need fewer; consumers read one row more, so they are slightly more (measured on H200)."""
+    need fewer; consumers read one row more, so they are slightly more (measured on H200).
+    """
     warps = min(warps, 32 if grid <= 96 else 20)
     return max(1, warps * 15 // 32), 32 * warps

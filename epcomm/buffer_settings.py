@@ -83,7 +83,8 @@ def _check(group, *, num_tokens, hidden, num_topk, num_experts, dtype, token_pad
     widest = (group.device.max_shared - 256) // 128 * 128 // dtype.itemsize
     if hidden > widest:
         raise ValueError(
-            f"hidden: a row must fit into a block's shared memory: at most {widest} columns of {dtype.name}, got {hidden}"
+            f"hidden: a row must fit into a block's shared memory: at most {widest} columns of "
+            f"{dtype.name}, got {hidden}"
         )
     plan_layout.block_threads(num_experts, group.size)
     rows = plan_layout.row_capacity(num_tokens, num_topk, num_experts, group.size, token_padding)
@@ -92,5 +93,6 @@ def _check(group, *, num_tokens, hidden, num_topk, num_experts, dtype, token_pad
         most = (_MOST_PLACES // group.size // token_padding * token_padding - pads) // num_topk
         advice = f"num_tokens can be {most} at most" if most > 0 else "token_padding alone is too much"
         raise ValueError(
-            f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can name: {advice}"
+            f"num_tokens: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places "
+            f"that a plan can name: {advice}"
         )

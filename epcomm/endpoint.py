@@ -1,8 +1,8 @@
 """Endpoint: what Buffer and MoECommunicator are made of.
 
-An endpoint owns one chunk of symmetric memory laid out in named areas, the epochs of its operations, and the record in which the
-first wait that expires says what it missed. Once that has happened the ranks' steps no longer match: the endpoint is dead, and
-every later call raises the same error until it is closed and rebuilt.
+An endpoint owns one chunk of symmetric memory laid out in named areas, the epochs of its operations, and the
+record in which the first wait that expires says what it missed. Once that has happened the ranks' steps no
+longer match: the endpoint is dead, and every later call raises the same error until it is closed and rebuilt.
 """
 
 import collections
@@ -38,8 +38,8 @@ _inherited = []  # in a forked child: memory that only its parent may free
 class Operation:
     """A kernel with its arguments: set `args.field` for a call, then hand it to `Endpoint._launch`.
 
-    args: a ctypes struct of kernels_cu/args.h with the fields that never change set. run: callable(stream handle) that launches the kernel
-    with the content of args. warm: it has been launched before.
+    args: a ctypes struct of kernels_cu/args.h with the fields that never change set. run: callable(stream
+    handle) that launches the kernel with the content of args. warm: it has been launched before.
     """
 
     __slots__ = ("args", "run", "warm")
@@ -56,8 +56,8 @@ class Endpoint:
     Args:
         group: the Group whose ranks all construct it.
         areas: the areas its operations need; a control area is added.
-        grids: {operation: blocks} of the operations it launches; the grid of an operation is constant, since each block keeps
-            its own copy of the epoch.
+        grids: {operation: blocks} of the operations it launches; the grid of an operation is constant, since
+            each block keeps its own copy of the epoch.
     """
 
     def __init__(self, group, areas: Areas, grids: dict):
@@ -104,14 +104,17 @@ class Endpoint:
         self._meet_kernel = Operation(a, self.device.launcher("meet", a, grid=1, block=32))
 
     def _complete(self, function):
-        """A part of a constructor. Collective: if `function` raises on one rank, all raise, and the memory is freed."""
+        """A part of a constructor. Collective: if `function` raises on one rank, all raise, and the memory is
+        freed.
+        """
         try:
             together(self.group, type(self).__name__, function)
         except BaseException:
             self._release(wait=False)
             raise
 
-    # -- calls ---------------------------------------------------------------------------------------------------------------
+    # calls
+    # -----
 
     def _epochs_of(self, operation) -> int:
         """The address of an operation's epochs."""
@@ -127,14 +130,18 @@ class Endpoint:
         return caller, self.group.order.communication_stream(self.device) if async_finish else caller
 
     def _call(self, caller, handle):
-        """Context of the launches of one call: behind the caller's work, in the order of all calls of the device."""
+        """Context of the launches of one call: behind the caller's work, in the order of all calls of the
+        device.
+        """
         if handle != caller:
             follow(self.device, handle, caller)
         return self.group.order.call(self.device, handle)
 
     def _refuse_cold(self, operation, handle):
         if not operation.warm and capturing(self.device, handle):
-            raise EpcommError("the first call of an operation cannot be captured: make one warm-up call before the capture")
+            raise EpcommError(
+                "the first call of an operation cannot be captured: make one warm-up call before the capture"
+            )
 
     def _launch(self, operation, handle):
         if self._symmetric is None:  # closed by another thread since the call began
@@ -146,8 +153,10 @@ class Endpoint:
         self._raise_known()
 
     def _keep(self, handle, async_finish, stream, *arrays):
-        """The Event of an asynchronous call, None of another. Keeps what a call works on until it is done, whatever the caller drops, where
-        the call is not on the caller's current stream: CuPy's pool reuses memory in the order of that one."""
+        """The Event of an asynchronous call, None of another. Keeps what a call works on until it is done,
+        whatever the caller drops, where the call is not on the caller's current stream: CuPy's pool reuses
+        memory in the order of that one.
+        """
         if stream is None and not async_finish:
             return None
         in_flight = self._in_flight
@@ -163,7 +172,8 @@ class Endpoint:
         if self._alarm[0]:
             raise self._failed()
 
-    # -- state ---------------------------------------------------------------------------------------------------------------
+    # state
+    # -----
 
     def _require_usable(self):
         """Raises if the endpoint is closed or has failed; costs one look at host memory."""
@@ -185,23 +195,30 @@ class Endpoint:
         raised = [r for r in peers if self._record_words[0, r]]
         entered = [int(word) for word in self._record_words[1 + record.operation]]
         behind = {r for r in peers if (entered[r] - wanted) % 2**32 >= 2**31}
-        if record.peer < 0 and behind.issuperset(raised):  # whoever gave up did so before this call: this rank is the late one
+        # whoever gave up did so before this call: this rank is the late one
+        if record.peer < 0 and behind.issuperset(raised):
             behind = set()
         gone = {r for r in peers if group.alive(r) is False}
         silent = {record.peer} - set(raised) - {-1}
         culprits = sorted(behind & gone or behind or gone or silent)
         if culprits:
             states = "; ".join(
-                f"rank {r}: {'its process is gone' if r in gone else f'entered call {entered[r]}'}" for r in culprits
+                f"rank {r}: {'its process is gone' if r in gone else f'entered call {entered[r]}'}"
+                for r in culprits
             )
-            what = f"{_ranks(culprits)} did not {'come to' if set(culprits) & behind else 'finish'} {call} ({states})"
+            verb = "come to" if set(culprits) & behind else "finish"
+            what = f"{_ranks(culprits)} did not {verb} {call} ({states})"
         else:
             what = f"{_ranks(raised)} had given up when this rank came to {call}"
-        how = f"{_ranks(raised)} gave up" if record.peer_raised else f"nothing came within {group.timeout:g} s"
+        how = (
+            f"{_ranks(raised)} gave up" if record.peer_raised else f"nothing came within {group.timeout:g} s"
+        )
         if record.peer >= 0:
-            how += f"; waited for rank {record.peer}, saw {record.seen}, wanted {wanted}, block {record.block} thread {record.thread}"
+            how += f"; waited for rank {record.peer}, saw {record.seen}, wanted {wanted}, "
+            how += f"block {record.block} thread {record.thread}"
         return PeerTimeoutError(
-            f"{name} on rank {group.rank}: {what}; {how}. The ranks' steps no longer match: close this object and build a new one.",
+            f"{name} on rank {group.rank}: {what}; {how}. The ranks' steps no longer match: "
+            "close this object and build a new one.",
             operation=name,
             rank=group.rank,
             peers=culprits or raised,
@@ -214,8 +231,9 @@ class Endpoint:
 
         Raises:
             PeerTimeoutError: a peer did not come; the object is dead.
-            ValueError: since the last check, expert ids outside -1 ... num_experts - 1, or rows outside the array given to combine, were met
-                (and treated as not there), or a `total_tokens` was too small for its step.
+            ValueError: since the last check, expert ids outside -1 ... num_experts - 1, or rows outside the
+                array given to combine, were met (and treated as not there), or a `total_tokens` was too small
+                for its step.
             EpcommError: the object is closed, or the stream of its last call is being captured.
         """
         self._require_usable()
@@ -229,9 +247,13 @@ class Endpoint:
             if bad[args.BAD_EXPERT_IDS]:
                 problems.append(f"{bad[args.BAD_EXPERT_IDS]} expert ids were out of range and treated as -1")
             if bad[args.BAD_ROWS]:
-                problems.append(f"{bad[args.BAD_ROWS]} rows lay outside the array given to combine and were left out")
+                problems.append(
+                    f"{bad[args.BAD_ROWS]} rows lay outside the array given to combine and were left out"
+                )
             if bad[args.BAD_TOTALS]:
-                problems.append(f"total_tokens of {bad[args.BAD_TOTALS]} dispatches was too small, so rows were cut off")
+                problems.append(
+                    f"total_tokens of {bad[args.BAD_TOTALS]} dispatches was too small, so rows were cut off"
+                )
             raise ValueError(f"rank {self.group.rank}: {'; '.join(problems)}")
 
     def memory(self) -> dict:
@@ -244,31 +266,38 @@ class Endpoint:
     def _local_bytes(self) -> int:
         return self._bad_input.nbytes + sum(epochs.nbytes for epochs in self._epochs.values())
 
-    # -- end of life ---------------------------------------------------------------------------------------------------------
+    # end of life
+    # -----------
 
     def destroy(self):
-        """Frees everything. Collective: waits for the peers within the timeout, but not after a failure. Idempotent.
+        """Frees everything. Collective: waits for the peers within the timeout, but not after a failure.
+        Idempotent.
 
         Raises:
-            PeerTimeoutError: a peer did not come, or an earlier call had failed and nobody was told yet. All is freed nevertheless.
+            PeerTimeoutError: a peer did not come, or an earlier call had failed and nobody was told yet. All
+                is freed nevertheless.
         """
         self._release(wait=True)
 
     close = destroy
 
     def _synchronize(self):
-        """Waits for this object's work so far: all eager calls, and what runs on the stream of the last call."""
+        """Waits for this object's work so far: eager calls, and what is on the stream of the last one."""
         self.group.order.synchronize(self.device)
         if self._last_owner is not None:  # else the user may have destroyed it since
             if capturing(self.device, self._last_handle):
-                raise EpcommError("a stream that is being captured cannot be waited for: end the capture first")
+                raise EpcommError(
+                    "a stream that is being captured cannot be waited for: end the capture first"
+                )
             self.device.synchronize(self._last_handle)
 
     def _meet(self):
         """Waits until all ranks are past all that they did before; raises what has gone wrong. Collective."""
         handle = self.device.handle(self.device.current_stream())
         if capturing(self.device, handle):
-            raise EpcommError(f"{type(self).__name__}: nothing can be closed while the current stream is being captured")
+            raise EpcommError(
+                f"{type(self).__name__}: nothing can be closed while the current stream is being captured"
+            )
         with self._call(handle, handle):
             self._launch(self._meet_kernel, handle)
         self.device.synchronize(handle)

@@ -13,7 +13,8 @@ def align(value: int, multiple: int) -> int:
 
 class Areas:
     """Named areas, one behind the other. `areas["name"]` is an offset in bytes, `areas.sizes["name"]` a
-    size."""
+    size.
+    """
 
     def __init__(self, **nbytes):
         self.offsets = {}

@@ -102,8 +102,9 @@ class Plan:
 
     @property
     def cu_seqlens_full(self):
-        """The padded ends in global expert order, [E + E/R]. All E experts, of which those of other ranks are
-        empty, then the prefetch slots. Computed on the current stream at each access."""
+        """The padded ends in global expert order, [E + E/R]. All E experts, of which those of other ranks
+        are empty, then the prefetch slots. Computed on the current stream at each access.
+        """
         ends = self.cu_seqlens
         per_rank = ends.shape[0] // 2
         full = ends[[0]].repeat(per_rank * (self._ranks + 1))

@@ -1,4 +1,6 @@
-"""ExpertPool: weights or gradients of all experts in mapped memory, so that copied experts can be fetched and summed by kernels."""
+"""ExpertPool: weights or gradients of all experts in mapped memory, so that copied experts can be fetched and
+summed by kernels.
+"""
 
 import contextlib
 import math
@@ -22,11 +24,12 @@ def _shape(shape):
 
 
 class ExpertPool:
-    """One projection's tensor for every expert: weights (any type that epcomm moves) or float32 gradients. Collective.
+    """One projection's tensor for every expert: weights (any type that epcomm moves) or float32 gradients.
+    Collective.
 
-    Four views of the same pages: what is written through one is seen through the others by the next kernel. An expert is
-    contiguous; from one expert to the next it is `stride` bytes in all views, the expert's bytes rounded up so that a rank's experts fill
-    whole pages of the device.
+    Four views of the same pages: what is written through one is seen through the others by the next kernel.
+    An expert is contiguous; from one expert to the next it is `stride` bytes in all views, the expert's bytes
+    rounded up so that a rank's experts fill whole pages of the device.
 
     A pool may serve any number of layers that use the same buffer one after the other.
 
@@ -39,7 +42,8 @@ class ExpertPool:
         full: [E + E/R, *shape], the home experts of all ranks, then this rank's prefetch slots.
         local: [E/R, *shape], this rank's home experts.
         slots: [E/R, *shape], this rank's prefetch slots.
-        compute: [2 * E/R, *shape], local then slots: segment i of a plan (Plan.cu_seqlens) belongs to compute[i].
+        compute: [2 * E/R, *shape], local then slots: segment i of a plan (Plan.cu_seqlens) belongs to
+            compute[i].
         stride: bytes from one expert to the next.
 
     Raises:
@@ -56,7 +60,8 @@ class ExpertPool:
             settings = {"shape": shape, "dtype": dtype.name}
             nbytes = math.prod(shape) * dtype.itemsize
             if nbytes <= 0 or nbytes % 16:
-                problem = f"shape: an expert must be a positive multiple of 16 bytes, {shape} of {dtype.name} has {nbytes}"
+                problem = "shape: an expert must be a positive multiple of 16 bytes, "
+                problem += f"{shape} of {dtype.name} has {nbytes}"
         except Exception as error:
             problem = error
         group.agree("ExpertPool", settings, problem)
@@ -105,7 +110,9 @@ class ExpertPool:
             raise EpcommError(f"ExpertPool of {self.shape} on rank {self.buffer.group.rank} is closed")
 
     def close(self):
-        """Frees the pool once no array over it is left. Collective: waits for the peers within the timeout. Idempotent."""
+        """Frees the pool once no array over it is left. Collective: waits for the peers within the timeout.
+        Idempotent.
+        """
         self._release(wait=True)
 
     def _release(self, wait):
@@ -122,7 +129,8 @@ class ExpertPool:
                 buffer._synchronize()
             finally:
                 self.full = self.local = self.slots = self.compute = None
-                del ranges  # a peer's kernel may still read these pages: they live until the last rank has unmapped them
+                # a peer's kernel may still read these pages: they live until the last rank has unmapped them
+                del ranges
 
     def __enter__(self):
         return self

@@ -109,7 +109,9 @@ def _cuda_handle(device, stream):
 
 
 def last_owner(handle):
-    """The object that owns stream `handle`, where this thread has just resolved it; None if it is known by number alone."""
+    """The object that owns stream `handle`, where this thread has just resolved it; None if it is known by
+    number alone.
+    """
     return _resolved.owner if getattr(_resolved, "handle", None) == handle else None
 
 
@@ -189,7 +191,9 @@ class CallOrder:
         _driver().record(device, self._event, handle)
 
     def synchronize(self, device):
-        """Block the host until the last eager call is over, and so all before it. EpcommError inside a capture."""
+        """Block the host until the last eager call is over, and so all before it. EpcommError inside a
+        capture.
+        """
         if device.kind == "cpu":
             return
         with self.lock:
@@ -197,7 +201,9 @@ class CallOrder:
                 return
             if not self._recorded:
                 if capturing(device, self._last):
-                    raise EpcommError("a stream that is being captured cannot be waited for: end the capture first")
+                    raise EpcommError(
+                        "a stream that is being captured cannot be waited for: end the capture first"
+                    )
                 self._record(device, self._last)
                 self._recorded = True
             event = self._event

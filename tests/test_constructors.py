@@ -63,7 +63,9 @@ def resources():
 def pool_fails(group, method, shape):
     with Buffer(group, **settings()) as buffer:
         mend = broken(group.device, method, lambda args: True) if group.rank == 1 and method else lambda: None
-        with pytest.raises((EpcommError, TypeError, ValueError), match="rank 1: .*(it is broken|shape|int|iterable)"):
+        with pytest.raises(
+            (EpcommError, TypeError, ValueError), match="rank 1: .*(it is broken|shape|int|iterable)"
+        ):
             ExpertPool(buffer, shape if group.rank == 1 else (4, 8), "float32")
         mend()
         pool = ExpertPool(buffer, np.int64(8), "float32")
@@ -72,7 +74,9 @@ def pool_fails(group, method, shape):
     return True
 
 
-@pytest.mark.parametrize(("method", "shape"), [("wrap", (4, 8)), (None, None), (None, (4, 1.5)), (None, (3,)), (None, (-4, 8))])
+@pytest.mark.parametrize(
+    ("method", "shape"), [("wrap", (4, 8)), (None, None), (None, (4, 1.5)), (None, (3,)), (None, (-4, 8))]
+)
 def test_a_pool_that_fails_on_one_rank_raises_on_all(method, shape):
     before = resources()
     assert all(run_threads(3, pool_fails, method, shape, timeout=TIMEOUT + 3))

@@ -25,11 +25,13 @@ def settings(**changes):
 def inputs(group, buffer, call=0, tokens=6):
     xp = buffer.xp
     x = rows_of(group.rank, call, tokens, buffer.hidden, buffer.dtype)
-    return xp.asarray(x), xp.asarray(routing("uniform", group.rank, tokens, buffer.num_topk, buffer.num_experts, call))
+    return xp.asarray(x), xp.asarray(
+        routing("uniform", group.rank, tokens, buffer.num_topk, buffer.num_experts, call)
+    )
 
 
 def good_call(group, buffer, call=0):
-    """A step whose result is known without an oracle: every token names K experts, so it comes back K-fold."""
+    """A step whose result is known: every token names K experts, so it comes back K-fold."""
     x = buffer.xp.asarray(np.full((6, buffer.hidden), group.rank + call, np.float32).astype(buffer.dtype))
     got = buffer.dispatch(x, inputs(group, buffer, call)[1])
     out = buffer.combine(got.x, got.plan)
@@ -80,7 +82,9 @@ def until_a_rank_dies(group, victim, seconds):
 
 
 def outlive(group, victims, delays):
-    """The first victim dies, the others go on in a smaller group, and so on with the next; returns how many were left at last."""
+    """The first victim dies, the others go on in a smaller group, and so on with the next; returns how many
+    were left at last.
+    """
     comm, device, left = group.comm, str(group.device), list(range(group.size))
     for victim, seconds in zip(victims, delays, strict=True):
         until_a_rank_dies(group, left.index(victim), seconds)
@@ -99,7 +103,9 @@ def test_survivors_name_the_dead_and_go_on_without_it(ranks, seed):
     rng = np.random.default_rng([seed, ranks])
     victims = [int(rank) for rank in rng.permutation(ranks)[: ranks - 1]]
     delays = [float(d) for d in rng.uniform(0.0, 0.2, ranks - 1)]
-    device, timeout = ("cuda", 10.0) if on_gpus() else ("cpu", TIMEOUT)  # ranks may share a GPU, which is slow
+    device, timeout = (
+        ("cuda", 10.0) if on_gpus() else ("cpu", TIMEOUT)
+    )  # ranks may share a GPU, which is slow
     outcomes = run_processes(ranks, outlive, victims, delays, device=device, timeout=timeout)
     for rank, outcome in enumerate(outcomes):
         if rank in victims:
@@ -127,8 +133,17 @@ def one_stays_away(group):
             assert ("nothing came within 2 s" in str(error)) != ("gave up" in str(error))
         else:
             assert seconds < SOON and set(error.peers) <= {0, 2}
-            assert "had given up when this rank came to call 2" in str(error) and "rank 1 " not in str(error)[15:]
-        for again in (buffer.check, event.synchronize, event.wait, lambda: buffer.plan(ids), lambda: buffer.dispatch(x, ids)):
+            assert (
+                "had given up when this rank came to call 2" in str(error)
+                and "rank 1 " not in str(error)[15:]
+            )
+        for again in (
+            buffer.check,
+            event.synchronize,
+            event.wait,
+            lambda: buffer.plan(ids),
+            lambda: buffer.dispatch(x, ids),
+        ):
             with pytest.raises(PeerTimeoutError) as caught:
                 again()
             assert str(caught.value) == str(error)
@@ -195,7 +210,9 @@ def test_a_rank_that_is_late_but_in_time_holds_nobody_up_for_good():
 
 
 def after_failure(group):
-    """Kernels of a dead object end where they start, whatever their arguments point at. Others' objects live on, and new ones can be made."""
+    """Kernels of a dead object end where they start, whatever their arguments point at. Others' objects live
+    on, and new ones can be made.
+    """
     with Buffer(group, **settings()) as dead, Buffer(group, **settings()) as other:
         pool = ExpertPool(dead, (4, 8), "float32")
         x, ids = inputs(group, dead)
@@ -265,7 +282,9 @@ def exception_inside(group, where):
             assert error.peers == (1,) and seconds < TIMEOUT + SOON
             return "told"
         start = time.monotonic()
-        with pytest.raises(PeerTimeoutError, match=f"close on rank {group.rank}: rank 1 did not come") as caught:
+        with pytest.raises(
+            PeerTimeoutError, match=f"close on rank {group.rank}: rank 1 did not come"
+        ) as caught:
             buffer.close()
         assert caught.value.peers == (1,) and time.monotonic() - start < TIMEOUT + SOON
         return "told"
@@ -279,7 +298,11 @@ def test_an_exception_inside_with_hangs_nobody(where):
 
 
 def exception_after_failure(group):
-    with pytest.raises(KeyError) as caught, Buffer(group, **settings()) as buffer, ExpertPool(buffer, (8,), "float32"):
+    with (
+        pytest.raises(KeyError) as caught,
+        Buffer(group, **settings()) as buffer,
+        ExpertPool(buffer, (8,), "float32"),
+    ):
         if group.rank == 1:
             time.sleep(TIMEOUT + SOON)
         failing(buffer.plan, inputs(group, buffer)[1])
