@@ -41,7 +41,8 @@ class Planners:
         self.delays = delays or [0] * ranks
         self.device = device = CpuDevice()
         self.row_capacity = plan_layout.row_capacity(num_tokens, topk, experts, ranks, token_padding)
-        packets = plan_layout.align_up(4 * (args.CONTROL_RAISED_BY + ranks * (1 + args.NUM_OPERATIONS)), 128)
+        words = ranks * (1 + args.NUM_OPERATIONS)
+        packets = plan_layout.align_up(4 * (args.CONTROL_RAISED_BY + words), 128)
         stride = packets + plan_layout.align_up(plan_layout.packets_bytes(experts, ranks), 128)
         self.chunks = device.zeros((ranks, stride), np.uint8)
         threads = threads or plan_layout.block_threads(experts, ranks, 128)
@@ -49,9 +50,10 @@ class Planners:
         self.pool = ThreadPoolExecutor(ranks)
         self.locals = []
         for rank, grid in enumerate(np.broadcast_to(grids, ranks)):
+            record = device.zeros((ctypes.sizeof(args.ErrorRecord) + 4 * words,), np.uint8)
             own = SimpleNamespace(
-                error=args.ErrorRecord(),
-                bad_input=device.zeros((2,), np.uint32),
+                error=args.ErrorRecord.from_buffer(record),
+                bad_input=device.zeros((args.NUM_BAD_INPUTS,), np.uint32),
                 epochs=device.zeros((grid,), np.uint32),
                 scratch=device.zeros((plan_layout.scratch_bytes(experts, grid),), np.uint8),
             )
