@@ -50,7 +50,7 @@ interop: $(VENV)/has-interop-$(CUDA) $(VENV)/built
 lint: $(VENV)/has-lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/cython-lint epcomm/runtime
+	PATH="$(VENV)/bin:$$PATH" cython-lint --max-line-length 110 epcomm/runtime  # it calls pycodestyle
 	$(VENV)/bin/clang-format --dry-run --Werror $(filter %.cu %.cuh %.h %.cpp,$(SOURCES)) \
 	  $(wildcard bench/*.cu bench/*/*.cu tests/*.c tests/*.cpp tests/*/*.cpp)
 

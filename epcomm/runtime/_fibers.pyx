@@ -23,15 +23,17 @@ cdef extern from * nogil:
     const char* epcomm_bad_kernel()
 
 if epcomm_bad_kernel() != NULL:
-    raise ImportError(f"kernel {epcomm_bad_kernel().decode()} cannot be registered: twice there, or too much of it")
+    raise ImportError(
+        f"kernel {epcomm_bad_kernel().decode()} cannot be registered: twice there, or too much of it"
+    )
 
 
 def launch(str name, unsigned grid, unsigned block, size_t shared, size_t args_address):
     """Run kernel `name` to its end on the calling thread; other Python threads go on meanwhile.
 
     `args_address` points at the kernel's argument struct, which is copied. `shared` is in bytes.
-    ValueError: no such kernel, or a grid that cannot be launched. RuntimeError: a deadlock or a misuse that the
-    runtime noticed; the message names block and thread and what they wait for.
+    ValueError: no such kernel, or a grid that cannot be launched. RuntimeError: a deadlock or a misuse that
+    the runtime noticed; the message names block and thread and what they wait for.
     """
     cdef bytes encoded = name.encode()
     cdef const char* c_name = encoded
@@ -48,10 +50,10 @@ def kernels():
 
 
 def set_schedule(seed):
-    """Draw the order of threads, and late completion of bulk copies, from `seed` (a positive int) in all later launches.
+    """Draw the order of threads, and late completion of bulk copies, from `seed` in all later launches.
 
-    None: first in, first out, and copies complete at once. The same seed gives the same order in the same series of
-    launches of a thread.
+    seed: a positive int, or None: first in, first out, and copies complete at once. The same seed gives the
+    same order in the same series of launches of a thread.
     """
     if seed is not None and not 0 < seed < 1 << 63:
         raise ValueError(f"seed: expected None or an int from 1 to 2**63 - 1, got {seed}")
