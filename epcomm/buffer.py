@@ -8,6 +8,7 @@ import numpy as np
 from . import buffer_kernels, buffer_settings, dtypes, layout, plan_layout
 from .arrays import giver, take
 from .endpoint import Endpoint
+from .integers import integer
 from .layout import Areas
 from .plan import Plan, PlanLayout
 from .pool import ExpertPool
@@ -154,7 +155,7 @@ class Buffer(Endpoint):
         caller, handle = self._streams(stream, False, topk_idx)
         topk_idx = self._take_topk(topk_idx, caller)
         with self._call(caller, handle):
-            plan = self._plan(topk_idx, handle)
+            plan = self._plan(topk_idx, caller, handle)
             self._keep(handle, False, stream, topk_idx, plan)
         return plan
 
@@ -247,13 +248,13 @@ class Buffer(Endpoint):
                 )
         with self._call(caller, handle):
             if plan is None:
-                plan = self._plan(indices, handle)
+                plan = self._plan(indices, caller, handle)
             weights = None
             if topk_weights is not None:
                 weights = (
                     self._weights_view
                     if zero_copy_weights
-                    else device.empty((self.row_capacity,), np.float32)
+                    else device.empty((self.row_capacity,), np.float32, caller)
                 )
             a = self._dispatch_kernel.args
             a.x = pointer
@@ -273,7 +274,7 @@ class Buffer(Endpoint):
             received = self._rows_view if num_rows == self.row_capacity else self._rows_view[:num_rows]
             if not zero_copy:
                 if out is None:
-                    target = device.empty(received.shape, self.dtype)
+                    target = device.empty(received.shape, self.dtype, caller)
                 device.copy(target, received, handle)
                 received = target
             event = self._keep(handle, async_finish, stream, rows, topk_weights, received, weights, plan)
@@ -340,14 +341,16 @@ class Buffer(Endpoint):
             self._check_view("row_weights", row_weights, self._weights_view, plan, zero_copy_weights)
         shape = (plan.num_tokens, self.hidden)
         if out is None:
-            target = device.empty(shape, self.dtype)
+            target = device.empty(shape, self.dtype, caller)
         else:
             target = take(device, out, "out", dtypes=(self.dtype,), shape=shape, stream=caller, writable=True)
             if self._overlap(target, rows) or (
                 row_weights is not None and self._overlap(target, row_weights)
             ):
                 raise ValueError("out: it overlaps the rows or weights that are being combined")
-        weights = None if row_weights is None else device.empty((plan.num_tokens, self.num_topk), np.float32)
+        weights = None
+        if row_weights is not None:
+            weights = device.empty((plan.num_tokens, self.num_topk), np.float32, caller)
         with self._call(caller, handle):
             a = self._combine_kernel.args
             a.x = device.pointer(rows)
@@ -406,8 +409,8 @@ class Buffer(Endpoint):
     # helpers
     # -------
 
-    def _plan(self, topk_idx, handle):
-        plan = Plan(self, topk_idx.shape[0])
+    def _plan(self, topk_idx, caller, handle):
+        plan = Plan(self, topk_idx.shape[0], caller)
         a = self._plan_kernel.args
         a.topk_idx = self.device.pointer(topk_idx)
         a.index_bytes = topk_idx.dtype.itemsize
@@ -468,16 +471,11 @@ class Buffer(Endpoint):
         if asserted and not live:
             raise ValueError(f"{name}: expected this buffer's own view (zero copy), got other memory")
 
-    def _overlap(self, a, b):
-        """Whether two contiguous arrays share memory."""
-        first, second = self.device.pointer(a), self.device.pointer(b)
-        return first < second + b.nbytes and second < first + a.nbytes
-
     def _step_rows(self, total_tokens):
         if total_tokens is None:
             return self.row_capacity
         if type(total_tokens) is not int:
-            total_tokens = buffer_settings.integer("total_tokens", total_tokens)
+            total_tokens = integer("total_tokens", total_tokens)
         most = self.group.size * self.num_tokens
         if not 0 <= total_tokens <= most:
             raise ValueError(f"total_tokens: expected 0 to {most} (ranks * num_tokens), got {total_tokens}")

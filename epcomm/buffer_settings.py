@@ -1,12 +1,12 @@
 """What a Buffer's settings must be, and what is wrong with them."""
 
-import operator
 from typing import NamedTuple
 
 import numpy as np
 
 from . import dtypes, plan_layout
 from .group import Group
+from .integers import positive
 from .runtime import args
 
 ROW_DTYPES = {
@@ -52,22 +52,7 @@ def agree(group, given: Settings) -> Settings:
 def _clean(name, value):
     if name == "dtype":
         return dtypes.resolve(value)
-    if name == "num_sms" and value is None:
-        return None
-    number = integer(name, value)
-    if number < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value!r}")
-    return number
-
-
-def integer(name, value) -> int:
-    """`value` as an int, where it is one (NumPy's too); TypeError for all else, bool included."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name}: expected an int, got {value!r}")
+    return None if name == "num_sms" and value is None else positive(name, value)
 
 
 def _check(group, *, num_tokens, hidden, num_topk, num_experts, dtype, token_padding, num_sms):

@@ -168,6 +168,11 @@ class Endpoint:
             in_flight.append((event, arrays))
         return event if async_finish else None
 
+    def _overlap(self, a, b):
+        """Whether two contiguous arrays share memory."""
+        first, second = self.device.pointer(a), self.device.pointer(b)
+        return first < second + b.nbytes and second < first + a.nbytes
+
     def _raise_known(self):
         if self._alarm[0]:
             raise self._failed()

@@ -11,6 +11,8 @@ from . import low_latency_layout as layout
 from .arrays import giver, take
 from .endpoint import Endpoint
 from .errors import HandleError
+from .group import Group
+from .integers import positive
 from .low_latency_output import (
     DispatchHandle,
     DispatchLayout,
@@ -81,6 +83,8 @@ class MoECommunicator(Endpoint):
         quant=None,
         num_blocks=None,
     ):
+        if not isinstance(group, Group):
+            raise TypeError(f"group: expected a Group, got {type(group).__name__}")
         device = group.device
         numbers = dict(
             num_experts=num_experts,
@@ -91,12 +95,18 @@ class MoECommunicator(Endpoint):
         kinds = dict(mode=(mode, MoEMode), output_layout=(output_layout, DispatchLayout))
         kinds["combine_mode"] = (combine_mode, CombineMode)
         signal = os.environ.get("EPCOMM_LL_SIGNAL") or "lines"
-        problem = _problem(kinds, quant, signal) or layout.problem(
+        problem = _problem(kinds, quant, signal)
+        try:
+            numbers = {name: positive(name, value) for name, value in numbers.items()}
+            num_blocks = None if num_blocks is None else positive("num_blocks", num_blocks)
+        except (TypeError, ValueError) as error:
+            problem = problem or error
+        num_experts, hidden_size, topk, max_tokens_per_rank = numbers.values()
+        problem = problem or layout.problem(
             group,
             **numbers,
             num_local_experts=num_local_experts,
             quantised=quant is not None,
-            num_blocks=num_blocks,
         )
         shape = shared = None
         if problem is None:
@@ -142,10 +152,11 @@ class MoECommunicator(Endpoint):
         self._row_dtype = row_dtype(quant)
         self._stored_dtype = dtypes.storage(self._row_dtype, device.kind)
         self._slab_layout = layout.SlabLayout(shape)
-        self._dispatch_kernel = low_latency_kernels.dispatch(self, shape, shared, self._slab_layout)
-        self._combine_kernel = low_latency_kernels.combine(self, shape, self._slab_layout)
-        device.synchronize(device.handle(device.current_stream()))
-        group.barrier()
+        self._complete(lambda: self._make_kernels(shared))
+
+    def _make_kernels(self, shared):
+        self._dispatch_kernel = low_latency_kernels.dispatch(self, self._shape, shared, self._slab_layout)
+        self._combine_kernel = low_latency_kernels.combine(self, self._shape, self._slab_layout)
 
     # -- operations ----------------------------------------------------------------------------------------
 
@@ -199,6 +210,8 @@ class MoECommunicator(Endpoint):
                 stream=handle,
                 writable=True,
             )
+            if self._overlap(tokens, rows):
+                raise ValueError("output_buffer: it overlaps x, which is read at the same time")
         memory = device.empty(self._slab_layout.nbytes, np.uint8, handle)
         pointer = device.pointer(memory)
         with self._call(handle, handle):
@@ -254,6 +267,8 @@ class MoECommunicator(Endpoint):
             target = device.empty(wanted, dtypes.bfloat16, on)
         else:
             target = take(device, out, "out", dtypes=_BF16, shape=wanted, stream=on, writable=True)
+            if self._overlap(target, rows):
+                raise ValueError("out: it overlaps expert_output, which is read at the same time")
         with self._call(on, on):
             a = kernel.args
             a.x = device.pointer(rows)

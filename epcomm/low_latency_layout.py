@@ -167,19 +167,8 @@ def combine_shared(shape: Shape) -> int:
     return 0 if shape.direct_send else 2 * shape.hidden
 
 
-def problem(
-    group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_local_experts, quantised, num_blocks
-):
-    """What is wrong with a communicator's settings on this rank, or None."""
-    values = {
-        "num_experts": num_experts,
-        "hidden_size": hidden_size,
-        "topk": topk,
-        "max_tokens_per_rank": max_tokens_per_rank,
-    }
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{name}: expected a positive int, got {value!r}"
+def problem(group, *, num_experts, hidden_size, topk, max_tokens_per_rank, num_local_experts, quantised):
+    """What is wrong with a communicator's settings (positive ints) on this rank, or None."""
     multiple = quant.BLOCK if quantised else 8
     if hidden_size % multiple:
         return f"hidden_size: expected a multiple of {multiple}, got {hidden_size}"
@@ -195,8 +184,4 @@ def problem(
     most = min(MAX_TOKENS, (2**31 - 1) // max(num_experts, group.size * topk))
     if max_tokens_per_rank > most:
         return f"max_tokens_per_rank: expected at most {most} with these experts, got {max_tokens_per_rank}"
-    if num_blocks is not None and (
-        not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1
-    ):
-        return f"num_blocks: expected None or a positive int, got {num_blocks!r}"
     return None

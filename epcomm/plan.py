@@ -52,7 +52,7 @@ class Plan:
         total_tokens: what the last of these dispatches was told, or None.
     """
 
-    def __init__(self, buffer, num_tokens):
+    def __init__(self, buffer, num_tokens, stream):
         layout = buffer._plan_layout
         self._buffer_id = buffer._id
         self._layout = layout
@@ -62,7 +62,8 @@ class Plan:
         self.row_capacity = buffer.row_capacity
         self.dispatched = False
         self.total_tokens = None
-        self._slab = buffer.device.empty((layout.words + num_tokens * layout.num_topk,), np.int32)
+        words = layout.words + num_tokens * layout.num_topk
+        self._slab = buffer.device.empty((words,), np.int32, stream)
         self._arrays = {}
         self._address = buffer.device.pointer(self._slab)
 
