@@ -2,10 +2,11 @@
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 from epcomm import CombineMode, DispatchLayout, MoECommunicator, dtypes
 from epcomm import reference_low_latency as oracle
@@ -140,8 +141,13 @@ def combine(comm, handle, number):
     return rows, comm.device.to_host(comm.combine(comm.xp.asarray(rows), handle))
 
 
-def serve(group, settings, calls, how="lines", delay_rank=None):
-    """`calls` one after the other on one rank; returns what it saw of each."""
+def serve(group, settings, calls, how="lines", delay_rank=None, max_shared=None):
+    """`calls` one after the other on one rank; returns what it saw of each.
+
+    max_shared: bytes of shared memory that a block is said to have.
+    """
+    if max_shared is not None:
+        group.device.max_shared = max_shared
     poison_new_memory(group.device)
     with signal(how):
         group.barrier()
@@ -154,7 +160,9 @@ def serve(group, settings, calls, how="lines", delay_rank=None):
                 time.sleep(0.02)
             record, _, handle = dispatch(comm, call, number)
             record["expert_output"], record["out"] = combine(comm, handle, number)
-            comm.check()
+            bad = oracle.valid_ids(record["ids"], comm.num_experts)[1]
+            with pytest.raises(ValueError, match=f": {bad} expert ids") if bad else nullcontext():
+                comm.check()
             seen.append(record)
     return seen
 
