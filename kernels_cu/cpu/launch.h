@@ -149,7 +149,7 @@ inline bool Machine::start(const char* kernel, u32 num_blocks, u32 threads, size
     return false;
   }
   grid = num_blocks, block_threads = threads, shared = shared_bytes;
-  head = ready = spins = 0;
+  head = ready = spins = rounds = 0;
   live = u32(n);
 
   if (series != schedule_series.load()) series = schedule_series.load(), launches = 0;

@@ -102,7 +102,8 @@ struct Machine {
   std::vector<Fiber*> queue;   // a ring of `ready` fibers from `head` on
   u32 head = 0, ready = 0, mask = 0;
   u32 live = 0;
-  u32 spins = 0;  // in a row
+  u32 spins = 0;   // in a row
+  u32 rounds = 0;  // of nothing but spinning, in a row
   u32 grid = 0, block_threads = 0;
   size_t shared = 0;
   bool seeded = false;
@@ -138,7 +139,7 @@ struct Machine {
     if (seeded)
       for (int tries = 0; tries < 4; tries++) {
         std::swap(first, queue[(head + draw(ready)) & mask]);
-        if (!first->warp->slow) break;
+        if (!first->warp->slow || rounds > 1) break;  // who spins may be waiting for the slow one
       }
     head++, ready--;
     return first;
@@ -195,7 +196,7 @@ inline void wait_in(WaitList& list, Wait why, u32 detail) {
   self->next = nullptr;
   (list.head == nullptr ? list.head : list.tail->next) = self;
   list.tail = self;
-  self->machine->spins = 0;
+  if (why != Wait::warp) self->machine->spins = self->machine->rounds = 0;  // a warp may spin together
   run_next(false);
 }
 
@@ -206,6 +207,7 @@ inline void spin() {
   Machine& m = *self->machine;
   if (++m.spins > m.ready) {
     m.spins = 0;
+    m.rounds++;
     if (!m.advance_one(true)) sched_yield();
   }
   m.push(self);
@@ -272,7 +274,7 @@ inline u32 collect(Collective kind, u64 value, bool bit) {
     block.generation++;
     m.release(block.sync.list);
   }
-  m.spins = 0;
+  m.spins = m.rounds = 0;
   order_before(&m.live);
   if (--m.live == 0) abandon();
   run_next(true);
