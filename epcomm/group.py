@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 import warnings
+import weakref
 
 from . import choice, errors, peers
 from .comm import METHODS, default_comm
@@ -43,6 +44,18 @@ def _spread(values):
     if len(groups) == 1:
         return None
     return "; ".join(f"{value!r} on {_ranks(ranks)}" for value, ranks in groups)
+
+
+_open = weakref.WeakSet()
+
+
+def _forget_all():
+    """In a forked child: its parent's communicators and sockets are not to be used from there."""
+    for group in list(_open):
+        group._failure = EpcommError("the group is the parent process's: a forked child cannot use it")
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Absent:
@@ -97,6 +110,7 @@ class Group:
             os.close(self._progress)
             raise
         self._closed = False
+        _open.add(self)
 
     def _set_up(self, device, timeout):
         problem = kind = index = None

@@ -37,7 +37,7 @@ def block_threads(experts, ranks, threads=32 * MAX_WARPS):
     while warps and shared_bytes(experts, ranks, 32 * warps) > MAX_SHARED:
         warps -= 1
     if not warps:
-        raise ValueError(f"num_experts = {experts} is more than the planner's tables hold")
+        raise ValueError(f"num_experts: {experts} are more than the planner's tables hold")
     return 32 * warps
 
 
