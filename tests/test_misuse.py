@@ -1,4 +1,4 @@
-"""What users do wrong: every mistake is told where it is made, nothing is sent, and the next call is right."""
+"""What users do wrong: a mistake is told where it is made, nothing is sent, and the next call is right."""
 
 import copy
 import gc
@@ -254,7 +254,7 @@ def test_64_bit_ids_are_not_cut():
 
 
 def too_few_tokens(group):
-    """A total_tokens that is too small cuts rows off; nothing is written behind the result, and check() tells."""
+    """A total_tokens that is too small cuts rows off: nothing is written behind them, and check() tells."""
     with Buffer(group, **settings_of(token_padding=1)) as buffer:
         x, ids = inputs(group, buffer, tokens=20)
         right = buffer.dispatch(x, ids, total_tokens=20 * group.size)
@@ -342,7 +342,7 @@ def test_garbage_collection_in_the_middle():
 
 
 def threads_on_one_buffer(group, number, steps):
-    """Every thread finds its own rows again. With several ranks the order of the calls would be the user's to keep."""
+    """Every thread finds its own rows again. Between ranks, the order of the calls is the user's to keep."""
     with Buffer(group, **settings_of(num_experts=16)) as buffer:
         failures = []
 
