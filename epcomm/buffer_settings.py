@@ -76,10 +76,10 @@ def _check(group, *, num_tokens, hidden, num_topk, num_experts, dtype, token_pad
     if rows * group.size > _MOST_PLACES:
         pads = (token_padding - 1) * 2 * (num_experts // group.size)
         most = (_MOST_PLACES // group.size // token_padding * token_padding - pads) // num_topk
-        name, advice = (
-            ("num_tokens", f"at most {most} fit") if most > 0 else ("token_padding", "not one token fits")
-        )
+        name, advice = "num_tokens", f"at most {most} fit"
+        if most < 1:
+            name, advice = "token_padding", "not one token fits"
         raise ValueError(
-            f"{name}: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan can "
-            f"name: {advice}"
+            f"{name}: {group.size} receive buffers of {rows} rows exceed the 2**31 - 1 places that a plan "
+            f"can name: {advice}"
         )
