@@ -89,7 +89,9 @@ struct Registers {
 #endif
 
 // ---- sanitizers. TSan sees every fiber as a thread of its own, so that a missing barrier between CUDA threads is a data race.
-// Barriers say what they order; the scheduler's own data is for no one to see.
+// Barriers say what they order; the scheduler's own data is for no one to see. Ranks of one process map the same pages at
+// different addresses, which TSan takes for different memory: an order that comes about through another rank is lost on it
+// (two writers of one slot of the combine ring are reported).
 
 #if defined(__SANITIZE_THREAD__)
 inline void order_before(void* meeting) { __tsan_release(meeting); }

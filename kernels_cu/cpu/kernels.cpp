@@ -3,57 +3,34 @@
 #include "../args.h"
 #include "../device.cuh"
 #include "../numeric.cuh"
-#if __has_include("../protocol.cuh")
 #include "../protocol.cuh"
-#endif
-#if __has_include("../rows.cuh")
 #include "../rows.cuh"
-#endif
-
-#if __has_include("../low_latency.cuh")
 #include "../low_latency.cuh"
-#endif
 
-#if __has_include("../plan.cu")
 namespace plan_cu {
 #include "../plan.cu"
 }
-#endif
-#if __has_include("../meet.cu")
 namespace meet_cu {
 #include "../meet.cu"
 }
-#endif
-#if __has_include("../dispatch.cu")
 namespace dispatch_cu {
 #include "../dispatch.cu"
 }
-#endif
-#if __has_include("../combine.cu")
 namespace combine_cu {
 #include "../combine.cu"
 }
-#endif
-#if __has_include("../prefetch.cu")
 namespace prefetch_cu {
 #include "../prefetch.cu"
 }
-#endif
-#if __has_include("../reduce_grad.cu")
 namespace reduce_grad_cu {
 #include "../reduce_grad.cu"
 }
-#endif
-#if __has_include("../low_latency_dispatch.cu")
 namespace low_latency_dispatch_cu {
 #include "../low_latency_dispatch.cu"
 }
-#endif
-#if __has_include("../low_latency_combine.cu")
 namespace low_latency_combine_cu {
 #include "../low_latency_combine.cu"
 }
-#endif
 
 extern "C" {
 int epcomm_launch(const char* name, unsigned grid, unsigned block, size_t shared, const void* args) {
