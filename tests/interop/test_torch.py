@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from epcomm import Buffer, asarray, dtypes, to_dlpack
+from epcomm import Buffer, MoECommunicator, QuantConfig, asarray, dtypes, to_dlpack
 from epcomm.arrays import caller_stream, giver, take
 from epcomm.runtime import _dlpack
 from epcomm.runtime.cpu import CpuDevice
@@ -345,6 +345,36 @@ def run_misuse(group):
 
 def test_misuse():
     run_ranks(1, run_misuse)
+
+
+def run_low_latency(group):
+    """Dispatch as fp8 and combine, tensors all the way."""
+    generator = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(3, 128, generator=generator).to(torch.bfloat16).to(place(group))
+    idx = torch.tensor([[0, 2], [3, 1], [2, -1]], device=place(group))
+    with MoECommunicator(
+        group, num_experts=4, hidden_size=128, topk=2, max_tokens_per_rank=4, quant=QuantConfig()
+    ) as moe:
+        output, handle = moe.dispatch(x, idx)
+        rows = output.tokens.float() * output.quant.block_scales
+        counts = output.layout.num_tokens_per_expert
+        valid = torch.arange(rows.shape[1], device=place(group)) < counts[:, None]
+        rows = torch.where(valid[..., None], rows, 0).to(torch.bfloat16)
+        target = torch.empty_like(x)
+        back = moe.combine(rows, handle, out=target)
+        moe.check()
+    kinds = [type(t) is torch.Tensor for t in (output.tokens, output.quant.block_scales, counts, back)]
+    wanted = x.float() * (idx >= 0).sum(1, keepdim=True)
+    return (
+        kinds,
+        output.tokens.dtype,
+        back is target,
+        torch.allclose(back.float(), wanted, rtol=0.1, atol=0.02),
+    )
+
+
+def test_low_latency_gives_tensors_of_fp8():
+    assert run_ranks(2, run_low_latency) == [([True] * 4, torch.float8_e4m3fn, True, True)] * 2
 
 
 def test_no_torch_unless_asked():
