@@ -279,7 +279,8 @@ def test_stacks_go_with_their_thread():
     before = mapped_bytes()
     for _ in range(20):
         once()
-    assert mapped_bytes() - before < 512 * 65536  # less than the stacks of one launch
+    # Far less than the stacks of 20 launches; the last thread may still be ending when join() returns.
+    assert mapped_bytes() - before < 2 * 512 * 65536
 
 
 # ---- sanitizers
