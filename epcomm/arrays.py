@@ -45,6 +45,11 @@ def take(device, x, name, *, dtypes, shape, stream=0, writable=False):
         writable: the array is written to: read-only, non-contiguous or misaligned memory is then an error,
             since a copy would lose the result.
 
+    Returns:
+        The array. On a GPU an input of another framework that needs nothing done to it is a `_dlpack.Import`
+        instead: it has what operations ask of an input (shape, dtype, nbytes, `device.pointer`), and CuPy's
+        wrapping would be most of the cost of the call.
+
     Raises:
         TypeError: not an array, or of another dtype.
         ValueError: another shape or device, memory that its owner does not share, or not writable as asked.
@@ -59,6 +64,8 @@ def take(device, x, name, *, dtypes, shape, stream=0, writable=False):
     else:
         memory = _dlpack.fit(x, dtypes, shape, gpu, stream, writable)
         if memory is not None:
+            if memory.on_gpu and not writable and memory.work_stream == stream:
+                return memory
             return foreign.native(memory, memory.dtype, stream)
         if not _dlpack.has_table(type(x)):  # ask first: a producer on another device does not know our stream
             _check_place(device, foreign.place_of(x, name), x, name)
@@ -98,12 +105,18 @@ def giver(x, stream=None):
     if not foreign.is_torch(x):
         return None
 
+    ordered = stream is None
+
     def give(array, dtype=None):
+        nonlocal ordered
         if array is None:
             return None
-        if stream is not None and not isinstance(array, np.ndarray):
+        if not ordered and not isinstance(array, np.ndarray):
             gpu = array.data.device_id
-            foreign.order(gpu, stream, foreign.torch_stream(gpu))
+            current = foreign.torch_stream(gpu)
+            if current != stream:
+                foreign.order(gpu, stream, current)
+            ordered = True  # for all results of the call
         return foreign.torch_tensor(array, dtype or array.dtype)
 
     return give

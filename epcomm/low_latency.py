@@ -224,7 +224,7 @@ class MoECommunicator(Endpoint):
             a.num_tokens = num_tokens
             a.index_bytes = topk_idx.itemsize
             self._launch(kernel, handle)
-        slab = Slab(memory, self._slab_layout.fields, give)
+        slab = Slab(memory, self._slab_layout.fields, giver(x))  # tokens have ordered the streams
         if output_buffer is not None:
             tokens = output_buffer
         elif give is not None:

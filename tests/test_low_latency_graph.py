@@ -93,7 +93,7 @@ def counts_of(comm, output):
 
 
 def replay(group, settings, replays, how="lines"):
-    """Two graphs of one pair each and eager calls, in an order drawn alike on all ranks; how much was wrong."""
+    """Two graphs of a pair each and eager calls, in an order drawn alike on all ranks; how much was wrong."""
     import cupy
 
     with (

@@ -1,4 +1,6 @@
-"""The real kernels under seeded schedules of the CPU device: threads in any order, bulk copies as late as may be."""
+"""The real kernels under seeded schedules of the CPU device: threads in any order, bulk copies as late as
+may be.
+"""
 
 import low_latency_harness as low_latency
 import pytest

@@ -215,6 +215,10 @@ cdef class Import:
         return self.tensor.dtype.code, self.tensor.dtype.bits
 
     @property
+    def itemsize(self):
+        return self.tensor.dtype.bits // 8
+
+    @property
     def device(self):
         return self.tensor.device.device_type, self.tensor.device.device_id
 

@@ -7,6 +7,7 @@ import numpy as np
 from cupy.cuda import driver, runtime
 
 from . import _vmm
+from ._dlpack import Import
 from ._launch import CudaLauncher
 from .cpu import HostMemory
 from .source import kernel_options, kernel_source
@@ -103,9 +104,14 @@ class CudaDevice:
     def empty(self, shape, dtype, stream=None):
         """An uninitialised array from CuPy's pool, for use on a stream (a handle; None = the current one).
 
-        What is freed goes to allocations for the same stream, which then follow its last use.
+        What is freed goes to allocations for the same stream, which then follow its last use. In a capture
+        the
+        current stream's pool serves, which a warm-up call has filled: nothing may be allocated anew there,
+        and
+        what a graph works on is its user's to keep.
         """
-        if stream is not None and stream != cupy.cuda.get_current_stream(self.index).ptr:
+        current = cupy.cuda.get_current_stream(self.index).ptr if stream is not None else None
+        if stream != current and not self.capturing(stream):
             with self._device, cupy.cuda.Stream.from_external(_Handle(stream)):
                 return cupy.empty(shape, dtype)
         if runtime.getDevice() == self.index:  # nearly always, and cheaper than to make it so
@@ -126,8 +132,8 @@ class CudaDevice:
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def pointer(self, array):
-        """Address of the array's first element."""
-        return array.data.ptr
+        """Address of the first element of a CuPy array or of memory that arrays.take returned."""
+        return array.pointer if type(array) is Import else array.data.ptr
 
     def host_visible(self, nbytes):
         """Zeroed pinned memory for kernels and host: HostMemory(pointer, view)."""
