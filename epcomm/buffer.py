@@ -56,8 +56,8 @@ class Buffer(Endpoint):
         num_topk: experts a token names (K), 1 to 32.
         num_experts: experts over all ranks (E), a multiple of the group's size.
         dtype: of a row: "bfloat16", "float16" or "float32".
-        num_sms: SMs that dispatch and combine may use; None = enough that neither the wire nor the stores
-            starve.
+        num_sms: SMs that dispatch, combine, prefetch_weight and reduce_grad may use; None = for each enough
+            that neither the wire nor the stores starve.
         token_padding: rows of an expert's segment are padded to a multiple of this.
 
     Raises:
@@ -93,9 +93,11 @@ class Buffer(Endpoint):
         self.experts_per_rank = num_experts // ranks
         self.row_bytes = hidden * self.dtype.itemsize
         self.row_capacity = plan_layout.row_capacity(num_tokens, num_topk, num_experts, ranks, token_padding)
+        weight_sms = num_sms
         if num_sms is None:
             num_sms = layout.default_num_sms(ranks, num_experts, num_topk, device.num_sms)
-        self.num_sms = min(num_sms, device.num_sms)
+            weight_sms = max(num_sms, layout.PULL_SMS)
+        self.num_sms, self._weight_sms = min(num_sms, device.num_sms), min(weight_sms, device.num_sms)
         self.ring_tokens = layout.ring_tokens(
             num_tokens, self.row_bytes, self.row_capacity * self.row_bytes, ranks
         )
@@ -113,11 +115,12 @@ class Buffer(Endpoint):
             packets=plan_layout.packets_bytes(num_experts, ranks),
             left=ranks * 4,
         )
-        grids = dict.fromkeys((args.OP_DISPATCH, args.OP_COMBINE, args.OP_REDUCE_GRAD), self.num_sms)
-        grids[args.OP_PLAN] = plan_grid
+        grids = dict.fromkeys((args.OP_DISPATCH, args.OP_COMBINE), self.num_sms)
+        grids |= {args.OP_PLAN: plan_grid, args.OP_REDUCE_GRAD: self._weight_sms}
         super().__init__(group, areas, grids)
         self._plan_layout = PlanLayout(ranks, num_tokens, num_topk, num_experts)
         self._live_plan = None  # the plan of the last dispatch: its rows are the ones in the receive area
+        self._live_weights = None  # the plan of the last dispatch with zero_copy_weights
         self._complete(lambda: self._prepare(plan_grid, halves))
 
     def _prepare(self, plan_grid, halves):
@@ -185,7 +188,8 @@ class Buffer(Endpoint):
                 rows instead of the buffer's capacity.
             out: [rows or more, hidden] array to write the received rows into; its first rows are returned.
             zero_copy: return a view of the buffer's receive area; the next dispatch overwrites it.
-            zero_copy_weights: likewise for the received weights.
+            zero_copy_weights: likewise a view of the received weights; the next dispatch with
+                zero_copy_weights overwrites it.
             async_finish: work on the communication stream, after what is on `stream` by now; results may be
                 used after `event.wait()`.
             stream: the caller's stream; None = the current one.
@@ -271,6 +275,8 @@ class Buffer(Endpoint):
             self._launch(self._dispatch_kernel, handle)
             plan.dispatched, plan.total_tokens = True, total_tokens
             self._live_plan = plan
+            if weights is self._weights_view:
+                self._live_weights = plan
             received = self._rows_view if num_rows == self.row_capacity else self._rows_view[:num_rows]
             if not zero_copy:
                 if out is None:
@@ -310,8 +316,9 @@ class Buffer(Endpoint):
             row_weights: [rows] float32 or None: one value a row, brought back to [s, K] (the gradient of the
                 route weights); the same choice on all ranks.
             out: [s, hidden] array to write the sums into.
-            zero_copy: assert that x is this buffer's live view, as the last dispatch returned it.
-            zero_copy_weights: likewise for row_weights.
+            zero_copy: assert that x is this buffer's live view, as the last dispatch returned it. A stale view,
+                or a part of one, is refused in any case.
+            zero_copy_weights: likewise for row_weights, of the last dispatch with zero_copy_weights.
             async_finish, stream: as in dispatch.
 
         Raises:
@@ -328,7 +335,7 @@ class Buffer(Endpoint):
             )
         give = giver(x, None if async_finish else handle)
         rows = take(device, x, "x", dtypes=(self.dtype,), shape=(None, self.hidden), stream=caller)
-        self._check_view("x", rows, self._rows_view, plan, zero_copy)
+        self._check_view("x", rows, self._rows_view, self._live_plan is plan, zero_copy)
         if row_weights is not None:
             row_weights = take(
                 device,
@@ -338,7 +345,8 @@ class Buffer(Endpoint):
                 shape=(rows.shape[0],),
                 stream=caller,
             )
-            self._check_view("row_weights", row_weights, self._weights_view, plan, zero_copy_weights)
+            live = self._live_weights is plan
+            self._check_view("row_weights", row_weights, self._weights_view, live, zero_copy_weights)
         shape = (plan.num_tokens, self.hidden)
         if out is None:
             target = device.empty(shape, self.dtype, caller)
@@ -373,9 +381,9 @@ class Buffer(Endpoint):
         """Pulls the experts that the plan copies to this rank into the prefetch slots of each pool, in one
         launch.
 
-        Needs no peer to take part, but peers must not change their weights from before this step's plan until
-        after its last prefetch; any plan, dispatch or combine between an update and the prefetch sees to that
-        (docs/memory.md).
+        Waits for no peer. So weights may be changed only after a plan or dispatch that is later than the last
+        prefetch, and before the plan or dispatch that the next prefetch follows: prefetch before a step's
+        dispatch, update before the next step's plan (docs/memory.md).
 
         Args:
             plan: a Plan of this buffer.
@@ -391,11 +399,12 @@ class Buffer(Endpoint):
         """Adds the gradients of copied experts to their homes, and clears the slots they lay in. Collective.
 
         home = home + slots of the ranks that held a copy, in ascending rank, in float32. Home rows of experts
-        that nobody copied, and slots that the plan left idle, are not touched.
+        that nobody copied, and slots that the plan left idle, are not touched. Done when the own experts have
+        all gradients of copies and the own slots are zero.
 
         Args:
             plan: a Plan of this buffer, the same step's on all ranks.
-            pools: float32 ExpertPools of this buffer, at most 32, in the same order on all ranks.
+            pools: different float32 ExpertPools of this buffer, at most 32, in the same order on all ranks.
             async_finish, stream: as in dispatch.
 
         Returns:
@@ -404,6 +413,8 @@ class Buffer(Endpoint):
         for pool in pools:
             if isinstance(pool, ExpertPool) and pool.dtype != dtypes.float32:
                 raise TypeError(f"reduce_grad: expected pools of float32, got {pool.dtype.name}")
+        if len(set(map(id, pools))) < len(pools):
+            raise ValueError("reduce_grad: expected every pool once, since its slots are cleared")
         return self._over_pools(self._reduce_grad_kernel, plan, pools, async_finish, stream)
 
     # helpers
@@ -463,12 +474,17 @@ class Buffer(Endpoint):
         if plan._buffer_id != self._id:
             raise ValueError("plan: it belongs to another buffer")
 
-    def _check_view(self, name, array, view, plan, asserted):
-        """A view of a receive area is good for the plan of the last dispatch alone."""
-        live = self.device.pointer(array) == self.device.pointer(view)
-        if live and self._live_plan is not plan:
-            raise ValueError(f"{name}: a stale view: a later dispatch of this buffer has overwritten it")
-        if asserted and not live:
+    def _check_view(self, name, array, view, live, asserted):
+        """A view that dispatch returned is good as a whole, and for the plan that it was made with last."""
+        begins, offset = self.device.pointer(view), self.device.pointer(array)
+        if begins <= offset < begins + view.nbytes:
+            if offset != begins:
+                raise ValueError(
+                    f"{name}: a part of this buffer's view: rows count from its start, pass all of it or a copy"
+                )
+            if not live:
+                raise ValueError(f"{name}: a stale view: a later dispatch of this buffer has overwritten it")
+        elif asserted:
             raise ValueError(f"{name}: expected this buffer's own view (zero copy), got other memory")
 
     def _step_rows(self, total_tokens):

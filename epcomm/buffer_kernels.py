@@ -90,7 +90,7 @@ def prefetch(buffer) -> Operation:
     a = args.PrefetchArgs(
         world=buffer._world, experts=buffer.num_experts, experts_per_rank=buffer.experts_per_rank
     )
-    return Operation(a, device.launcher("prefetch", a, grid=buffer.num_sms, block=device.max_threads))
+    return Operation(a, device.launcher("prefetch", a, grid=buffer._weight_sms, block=device.max_threads))
 
 
 def reduce_grad(buffer, blocks_done) -> Operation:
@@ -105,7 +105,7 @@ def reduce_grad(buffer, blocks_done) -> Operation:
     )
     shared = 4 * (buffer.num_experts + buffer.experts_per_rank + 1)
     launch = device.launcher(
-        "reduce_grad", a, grid=buffer.num_sms, block=device.max_threads // 2, shared=shared
+        "reduce_grad", a, grid=buffer._weight_sms, block=device.max_threads // 2, shared=shared
     )
     return Operation(a, launch)
 

@@ -73,6 +73,7 @@ class Endpoint:
         areas.add("control", 4 * (args.CONTROL_RAISED_BY + group.size * (1 + args.NUM_OPERATIONS)))
         together(group, type(self).__name__, lambda: self._allocate(grids | {args.OP_MEET: 1}))
         self._symmetric = SymmetricMemory(group, areas.nbytes)
+        self._chunk_bytes = self._symmetric.nbytes
         self._world = args.World(
             base=self._symmetric.base,
             stride=self._symmetric.stride,
@@ -262,8 +263,13 @@ class Endpoint:
             raise ValueError(f"rank {self.group.rank}: {'; '.join(problems)}")
 
     def memory(self) -> dict:
-        """Bytes of memory held on this rank, by area, with their sum under "total"."""
+        """Bytes of device memory held on this rank, by area, with their sum under "total".
+
+        "rounding": between areas and up to whole pages of the device. "local": arrays of this rank alone. What
+        a call returns, Plans and ExpertPools are not in it: they are their owners'.
+        """
         sizes = dict(self._areas.sizes)
+        sizes["rounding"] = self._chunk_bytes - sum(sizes.values())
         sizes["local"] = self._local_bytes()
         sizes["total"] = sum(sizes.values())
         return sizes

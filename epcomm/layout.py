@@ -4,6 +4,7 @@ Every rank computes the same layout from the same settings, so an offset is an a
 """
 
 ALIGNMENT = 256  # bytes, of every area
+PULL_SMS = 32  # with which remote loads fill the wire: 335 GB/s, with 8 SMs 320, with all 337 (measured on H200)
 
 
 def align(value: int, multiple: int) -> int:
