@@ -5,10 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from ranks import on_gpus, run_ranks
+from ranks import run_ranks
 
 from epcomm import Buffer, PeerTimeoutError, dtypes, layout, reference
-from epcomm.testing import run_threads
 
 
 def routing(kind, rank, num_tokens, topk, experts, seed):
@@ -368,24 +367,3 @@ def test_memory_beside_the_receive_area_is_small(ranks):
         assert sizes["total"] == sum(v for k, v in sizes.items() if k != "total")
         assert sizes["total"] - receive < 0.15 * receive
         assert ranks < 8 or sizes["ring"] <= (ranks - 1) * 16 * 2**20
-
-
-def shuffled(group, settings, calls, seed, ring_tokens):
-    from epcomm.runtime import _fibers
-
-    _fibers.set_schedule(seed * 64 + group.rank + 1)
-    try:
-        return step(group, settings, calls, ring_tokens=ring_tokens, seed=seed)
-    finally:
-        _fibers.set_schedule(None)
-
-
-@pytest.mark.skipif(on_gpus(), reason="the order of fibers can be chosen on the CPU device only")
-@pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_threads_gives_the_same_bits(seed):
-    rng = np.random.default_rng(seed)
-    ranks = int(rng.choice([2, 3, 5]))
-    calls = [(kind, [int(t) for t in rng.integers(0, 25, ranks)]) for kind in ("skewed", "masked", "uniform")]
-    settings = settings_of(num_experts=ranks * 4, token_padding=4)
-    results = run_threads(ranks, shuffled, settings, calls, seed, 2 + 2 * (seed % 3))
-    verify(results, settings)
