@@ -212,10 +212,12 @@ class Endpoint:
                 f"rank {r}: {'its process is gone' if r in gone else f'entered call {entered[r]}'}"
                 for r in culprits
             )
-            verb = "come to" if set(culprits) & behind else "finish"
-            what = f"{_ranks(culprits)} did not {verb} {call} ({states})"
-        else:
+            what = f"did not come to {call}" if set(culprits) & behind else f"did not finish {call}"
+            what = f"{_ranks(culprits)} {what} ({states})"
+        elif record.peer < 0:
             what = f"{_ranks(raised)} had given up when this rank came to {call}"
+        else:
+            what = f"{_ranks(raised)} gave up in the middle of {call}"
         how = (
             f"{_ranks(raised)} gave up" if record.peer_raised else f"nothing came within {group.timeout:g} s"
         )
