@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from bench import environment
@@ -26,10 +26,12 @@ RESULTS = environment.ROOT / "bench" / "results"
 
 @dataclass(frozen=True)
 class Timing:
-    """Time per call in us: `us` = median over batches of the mean over ranks, `max_us` = the same of the
-    slowest rank, `low_us` and `high_us` = the fastest and the slowest batch (mean over ranks)."""
+    """Time per call in us: `us` = median over batches of the mean over ranks, `min_us` and `max_us` = the
+    same of the fastest and the slowest rank, `low_us` and `high_us` = the fastest and the slowest batch (mean
+    over ranks)."""
 
     us: float
+    min_us: float
     max_us: float
     low_us: float
     high_us: float
@@ -39,7 +41,12 @@ class Timing:
         """From `times[rank][batch]` in us."""
         by_batch = list(zip(*times, strict=True))
         means = [statistics.fmean(batch) for batch in by_batch]
-        return cls(statistics.median(means), statistics.median(map(max, by_batch)), min(means), max(means))
+        fastest, slowest = (statistics.median(map(end, by_batch)) for end in (min, max))
+        return cls(statistics.median(means), fastest, slowest, min(means), max(means))
+
+    def over(self, calls):
+        """The time of one of `calls` equal parts."""
+        return Timing(*(value / calls for value in astuple(self)))
 
     @property
     def spread(self):
