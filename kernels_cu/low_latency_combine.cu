@@ -16,17 +16,16 @@ constexpr i32 TOGETHER = 8;  // rows whose loads go out together
 struct Rows {
   i32 row;
   f32 weight;
-  u32 mask;  // of the lanes with a row
 };
+DEV u32 mask_of(const Rows& rows) { return warp_ballot(rows.row >= 0); }  // the lanes with a row
 DEV Rows rows_of(const Args& a, i32 source, i32 token) {
   const i32 lane = lane_index();
   const i64 entry = ((i64)source * a.capacity + token) * SHAPE(topk) + lane;
-  Rows here = {-1, 0.f, 0};
+  Rows here = {-1, 0.f};
   if (lane < SHAPE(topk) && token < a.capacity) {
     here.row = load_const(in_slab<const i32>(a.slab, a.at.rows) + entry);
     if (!SHAPE(rank_major) && !SHAPE(direct_send)) here.weight = load_const(in_slab<const f32>(a.slab, a.at.weights) + entry);
   }
-  here.mask = warp_ballot(here.row >= 0);
   return here;
 }
 
@@ -45,19 +44,20 @@ DEV void multiply_add(f32 weight, Vec16 v, f32 (&acc)[8]) {
 // A lane's piece of the row that this rank has for a token in rank-local reduce.
 DEV Vec16 partial(const Args& a, const Rows& here, i32 piece) {
   if (SHAPE(rank_major)) return load_piece(a, warp_shfl(here.row, 0), piece);
+  const u32 mask = mask_of(here);
   f32 acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
 #pragma unroll 1
-  for (i32 base = 0; base < SHAPE(topk) && (here.mask >> base) != 0; base += TOGETHER) {
+  for (i32 base = 0; base < SHAPE(topk) && (mask >> base) != 0; base += TOGETHER) {
     Vec16 v[TOGETHER];
 #pragma unroll
     for (i32 i = 0; i < TOGETHER; i++) {
       const i32 row = warp_shfl(here.row, base + i);
-      if (here.mask >> (base + i) & 1) v[i] = load_piece(a, row, piece);
+      if (mask >> (base + i) & 1) v[i] = load_piece(a, row, piece);
     }
 #pragma unroll
     for (i32 i = 0; i < TOGETHER; i++) {
       const f32 weight = warp_shfl(here.weight, base + i);
-      if (here.mask >> (base + i) & 1) multiply_add(weight, v[i], acc);
+      if (mask >> (base + i) & 1) multiply_add(weight, v[i], acc);
     }
   }
   return pack<DTYPE_BF16>(acc);
@@ -110,16 +110,33 @@ DEV void store_sum(const Args& a, i32 token, i32 piece, const f32 (&acc)[8]) {
   if (piece >= 0) store16(a.out + (i64)token * SHAPE(hidden) * 2 + piece * 16, pack<DTYPE_BF16>(acc));
 }
 
+// What a block wants to know of its first token, loaded together with the epoch. Lane k: the rank of entry k.
+struct Early {
+  Rows next;  // of the next rank's token
+  Rows own;
+  i32 target;
+};
+DEV i32 target_of(const Args& a, i32 token) {
+  if (lane_index() >= SHAPE(topk) || token >= a.num_tokens) return -1;
+  return load_const(in_slab<const i32>(a.slab, a.at.targets) + (i64)token * SHAPE(topk) + lane_index());
+}
+DEV Early early_of(const Args& a) {
+  const i32 me = a.world.rank, token = first_token();
+  Early e;
+  e.next = rows_of(a, me + 1 < SHAPE(ranks) ? me + 1 : 0, token);
+  e.own = rows_of(a, me, token);
+  e.target = target_of(a, token);
+  return e;
+}
+
 // ---- rank-local reduce
 
 // Own sums wait in shared memory, each thread its own.
 DEV Vec16* own_sum(i32 piece) { return (Vec16*)(smem() + piece * 16); }
 
 // The ranks' rows of a token in ascending rank.
-DEV bool add_ranks(const Args& a, const Wire& wire, i32 token, u32 epoch) {
+DEV bool add_ranks(const Args& a, const Wire& wire, i32 token, i32 target, u32 epoch) {
   const World& w = a.world;
-  i32 target = -1;
-  if (lane_index() < SHAPE(topk)) target = load_const(in_slab<const i32>(a.slab, a.at.targets) + (i64)token * SHAPE(topk) + lane_index());
   if (!wire.lines && !wait_flags(a, wire, token, target, epoch)) return false;
 #pragma unroll 1
   for (i32 first = warp_index() * WARP; first < spots_of(wire); first = next_spots(first, spots_of(wire))) {
@@ -150,8 +167,7 @@ DEV bool add_ranks(const Args& a, const Wire& wire, i32 token, u32 epoch) {
   return true;
 }
 
-// `here`: of the first token and the next rank.
-DEV void reduce(const Args& a, const Wire& wire, Rows here, u32 epoch) {
+DEV void reduce(const Args& a, const Wire& wire, const Early& early, u32 epoch) {
   const World& w = a.world;
   const i32 ranks = SHAPE(ranks);
 #pragma unroll 1
@@ -161,8 +177,9 @@ DEV void reduce(const Args& a, const Wire& wire, Rows here, u32 epoch) {
 #pragma unroll 1
       for (i32 i = own ? ranks : 1; i < ranks + own; i++) {
         const i32 source = w.rank + i < ranks ? w.rank + i : w.rank + i - ranks;
-        if (own || token != first_token() || i != 1) here = rows_of(a, source, token);
-        if (here.mask == 0) continue;
+        Rows here = own ? early.own : early.next;
+        if (token != first_token() || i != (own ? ranks : 1)) here = rows_of(a, source, token);
+        if (mask_of(here) == 0) continue;
         u8* slot = slot_of(a, wire, source, token, w.rank);
 #pragma unroll 1
         for (i32 first = warp_index() * WARP; first < spots_of(wire); first = next_spots(first, spots_of(wire))) {
@@ -173,7 +190,7 @@ DEV void reduce(const Args& a, const Wire& wire, Rows here, u32 epoch) {
         }
         if (!own && !wire.lines) raise_flag(a, wire, source, token, epoch);
       }
-      if (own && !add_ranks(a, wire, token, epoch)) return;
+      if (own && !add_ranks(a, wire, token, token == first_token() ? early.target : target_of(a, token), epoch)) return;
     }
     if (!own && block_index() == 0) tell_entered(w, OP_LL_COMBINE, epoch);
   }
@@ -182,7 +199,8 @@ DEV void reduce(const Args& a, const Wire& wire, Rows here, u32 epoch) {
 // ---- direct send
 
 DEV void send_entries(const Args& a, const Wire& wire, i32 source, i32 token, const Rows& here, u32 epoch) {
-  if (here.mask == 0) return;
+  const u32 mask = mask_of(here);
+  if (mask == 0) return;
   u8* slots = slot_of(a, wire, source, token, 0);
 #pragma unroll 1
   for (i32 first = warp_index() * WARP; first < spots_of(wire); first = next_spots(first, spots_of(wire))) {
@@ -193,28 +211,22 @@ DEV void send_entries(const Args& a, const Wire& wire, i32 source, i32 token, co
 #pragma unroll
       for (i32 i = 0; i < TOGETHER; i++) {
         const i32 row = warp_shfl(here.row, base + i);
-        if (here.mask >> (base + i) & 1) v[i] = load_piece(a, row, piece);
+        if (mask >> (base + i) & 1) v[i] = load_piece(a, row, piece);
       }
 #pragma unroll
       for (i32 i = 0; i < TOGETHER; i++)
-        if (here.mask >> (base + i) & 1) put(wire, slots + (base + i) * slot_bytes(wire), spot, v[i], epoch);
+        if (mask >> (base + i) & 1) put(wire, slots + (base + i) * slot_bytes(wire), spot, v[i], epoch);
     }
   }
   if (!wire.lines) raise_flag(a, wire, source, token, epoch);
 }
 
 // The rows of a token's entries in ascending k.
-DEV bool add_entries(const Args& a, const Wire& wire, i32 token, u32 epoch) {
+DEV bool add_entries(const Args& a, const Wire& wire, i32 token, i32 target, const Rows& own, u32 epoch) {
   const World& w = a.world;
-  const i64 entry = (i64)token * SHAPE(topk) + lane_index();
-  i32 target = -1;
   f32 weight = 0.f;
-  if (lane_index() < SHAPE(topk)) {
-    target = load_const(in_slab<const i32>(a.slab, a.at.targets) + entry);
-    weight = load_const(in_slab<const f32>(a.slab, a.at.route_weights) + entry);
-  }
-  const Rows own = rows_of(a, w.rank, token);
-  const u32 entries = warp_ballot(target >= 0), remote = entries & ~own.mask;
+  if (target >= 0) weight = load_const(in_slab<const f32>(a.slab, a.at.route_weights) + (i64)token * SHAPE(topk) + lane_index());
+  const u32 entries = warp_ballot(target >= 0), mine = mask_of(own), remote = entries & ~mine;
   if (!wire.lines && !wait_flags(a, wire, token, target, epoch)) return false;
 #pragma unroll 1
   for (i32 first = warp_index() * WARP; first < spots_of(wire); first = next_spots(first, spots_of(wire))) {
@@ -226,7 +238,7 @@ DEV bool add_entries(const Args& a, const Wire& wire, i32 token, u32 epoch) {
 #pragma unroll
       for (i32 i = 0; i < TOGETHER; i++) {
         const i32 row = warp_shfl(own.row, base + i);
-        if (own.mask >> (base + i) & 1) v[i] = load_piece(a, row, piece);
+        if (mine >> (base + i) & 1) v[i] = load_piece(a, row, piece);
       }
       const i32 peer = warp_shfl(target, ffs(remote >> base << base) - 1);
       if (!receive(a, wire, slot_of(a, wire, w.rank, token, base), spot, remote >> base, peer, epoch, v)) return false;
@@ -241,7 +253,7 @@ DEV bool add_entries(const Args& a, const Wire& wire, i32 token, u32 epoch) {
   return true;
 }
 
-DEV void send_directly(const Args& a, const Wire& wire, Rows here, u32 epoch) {
+DEV void send_directly(const Args& a, const Wire& wire, const Early& early, u32 epoch) {
   const World& w = a.world;
   const i32 ranks = SHAPE(ranks);
 #pragma unroll 1
@@ -249,22 +261,30 @@ DEV void send_directly(const Args& a, const Wire& wire, Rows here, u32 epoch) {
 #pragma unroll 1
     for (i32 i = 1; i < ranks; i++) {
       const i32 source = w.rank + i < ranks ? w.rank + i : w.rank + i - ranks;
+      Rows here = early.next;
       if (token != first_token() || i != 1) here = rows_of(a, source, token);
       send_entries(a, wire, source, token, here, epoch);
     }
   if (block_index() == 0) tell_entered(w, OP_LL_COMBINE, epoch);
 #pragma unroll 1
-  for (i32 token = first_token(); token < a.num_tokens; token += grid_blocks())
-    if (!add_entries(a, wire, token, epoch)) return;
+  for (i32 token = first_token(); token < a.num_tokens; token += grid_blocks()) {
+    Rows own = early.own;
+    i32 target = early.target;
+    if (token != first_token()) {
+      own = rows_of(a, w.rank, token);
+      target = target_of(a, token);
+    }
+    if (!add_entries(a, wire, token, target, own, epoch)) return;
+  }
 }
 
 KERNEL(low_latency_combine, LowLatencyCombineArgs) {
   const World& w = a.world;
-  const Rows here = rows_of(a, w.rank + 1 < SHAPE(ranks) ? w.rank + 1 : 0, first_token());  // goes out together with the epoch
+  const Early early = early_of(a);
   u32 epoch;
   if (!start_call<true>(w, OP_LL_COMBINE, a.epochs, epoch)) return;
   const i64 slots = (i64)a.capacity * (SHAPE(direct_send) ? SHAPE(topk) : SHAPE(ranks)), flags = (i64)a.capacity * SHAPE(ranks);
   const Wire wire = wire_of(a.slots, a.flags, slots, flags, SHAPE(hidden) * 2, SHAPE(lines), epoch);
-  if (SHAPE(direct_send)) send_directly(a, wire, here, epoch);
-  else reduce(a, wire, here, epoch);
+  if (SHAPE(direct_send)) send_directly(a, wire, early, epoch);
+  else reduce(a, wire, early, epoch);
 }

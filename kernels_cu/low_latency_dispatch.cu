@@ -428,7 +428,7 @@ KERNEL(low_latency_dispatch, LowLatencyDispatchArgs) {
   const i32 target = target_of(a, first);
   Entry entry = {NO_EXPERT, 1.f};
   if (routes) entry = entry_of(a, thread_index());
-  if (warp_any(target >= 0)) stage(a, first);
+  if (first < a.num_tokens) stage(a, first);
   if (routes) clear_table(a, table_of(a), 0);
   u32 epoch;
   if (!start_call<false>(w, OP_LL_DISPATCH, a.epochs, epoch)) return;
