@@ -22,7 +22,7 @@ MAX_FRAME = dict.fromkeys(NAMES, 0) | {
     "combine": 400,
     "reduce_grad": 24,
     "prefetch": 16,
-    "low_latency_combine": 192,
+    "low_latency_combine": 256,
 }
 
 # (ranks, SMs of the GPU, settings)
