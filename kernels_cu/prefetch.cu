@@ -3,21 +3,27 @@
 // It only reads peers' memory and waits for nobody: weights do not change between a step's plan and its last use (docs/memory.md).
 #include "protocol.cuh"
 
-constexpr i32 PIECE_VECTORS = 64 * WARP;  // 16-byte vectors that one warp copies of one expert at a time: 32 KB
+constexpr i32 PIECE_BYTES = 32 * 1024;  // that one warp copies of one expert at a time
 
-DEV void copy_piece(u8* target, const u8* source, i64 vectors) {
+// A lane's N vectors lie a step of the warp apart.
+constexpr i32 STEP = WARP * 16;
+
+template <int N>
+DEV void copy_vectors(u8* target, const u8* source) {
+  Vec16 v[N];
+#pragma unroll
+  for (i32 j = 0; j < N; j++) v[j] = load16(source + j * STEP);
+#pragma unroll
+  for (i32 j = 0; j < N; j++) store16(target + j * STEP, v[j]);
+}
+
+DEV void copy_piece(u8* target, const u8* source, i32 bytes) {
   constexpr i32 IN_FLIGHT = 8;
+  i32 i = lane_index() * 16;
 #pragma unroll 1
-  for (i64 start = 0; start < vectors; start += WARP * IN_FLIGHT) {
-    const i64 first = start + lane_index();
-    Vec16 v[IN_FLIGHT];
-#pragma unroll
-    for (i32 j = 0; j < IN_FLIGHT; j++)
-      if (first + j * WARP < vectors) v[j] = load16(source + (first + j * WARP) * 16);
-#pragma unroll
-    for (i32 j = 0; j < IN_FLIGHT; j++)
-      if (first + j * WARP < vectors) store16(target + (first + j * WARP) * 16, v[j]);
-  }
+  for (; i + (IN_FLIGHT - 1) * STEP < bytes; i += IN_FLIGHT * STEP) copy_vectors<IN_FLIGHT>(target + i, source + i);
+#pragma unroll 1
+  for (; i < bytes; i += STEP) copy_vectors<1>(target + i, source + i);
 }
 
 KERNEL(prefetch, PrefetchArgs) {
@@ -25,19 +31,17 @@ KERNEL(prefetch, PrefetchArgs) {
   const i32* expert_in = a.experts_to_copy + (i64)a.world.rank * a.experts_per_rank;
   i32 slots = 0;  // the used ones come first
   while (slots < a.experts_per_rank && load_const(expert_in + slots) >= 0) slots++;
-  const i32 warp = warp_index() * grid_blocks() + block_index(), warps = grid_blocks() * block_warps();
-  i64 passed = 0;  // pieces of earlier pools
+  const i32 warps = grid_blocks() * block_warps();
+  i64 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
-    const i64 vectors = pool.bytes / 16, pieces = (vectors + PIECE_VECTORS - 1) / PIECE_VECTORS, all = pieces * slots;
-    for (i64 item = (warp - passed % warps + warps) % warps; item < all; item += warps) {
-      const i32 slot = item / pieces;
-      const i64 offset = item % pieces * PIECE_VECTORS;
+    const i64 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * slots;
+    for (; item < all; item += warps) {
+      const i64 slot = item / pieces, offset = (item - slot * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
       const u8* source = pool.full + load_const(expert_in + slot) * pool.stride;
       u8* target = pool.full + (a.experts + slot) * pool.stride;
-      const i64 rest = vectors - offset;
-      copy_piece(target + offset * 16, source + offset * 16, rest < PIECE_VECTORS ? rest : PIECE_VECTORS);
+      copy_piece(target + offset, source + offset, rest < PIECE_BYTES ? rest : PIECE_BYTES);
     }
-    passed += all;
+    item -= all;
   }
 }

@@ -1,12 +1,13 @@
-// reduce_grad: the fp32 gradients that lie in everybody's prefetch slots are added to the experts' homes, of all pools at once; then
-// every rank clears the slots it used.
+// reduce_grad: the fp32 gradients that lie in everybody's prefetch slots are added to the experts' homes, of all pools at once, and
+// the slots are cleared.
 //
-// The home pulls: home row + slots in ascending rank, in fp32, the same order always. A rank clears a slot only after its reader has
-// left (`left` word), and a reader starts only when the slot's owner has entered. All blocks read before any of them waits for a
-// peer to leave.
+// The home does both: it pulls home row + slots in ascending rank, in fp32, the same order always, and pushes zeros back over what
+// it has read. A rank with copies has none of its own experts copied away, so these zeros go where the wire is idle, and clearing
+// takes no time of its own. A home starts when the slots' owners have entered; an owner ends when the homes of its copies have left
+// its slots (`left` word).
 #include "protocol.cuh"
 
-constexpr i32 PIECE_VECTORS = 32 * WARP;
+constexpr i32 PIECE_BYTES = 16 * 1024;  // that one warp adds of one expert at a time
 
 // smem: slot_of[local expert][rank] (-1: no copy there), then the copied experts.
 struct Copies {
@@ -52,55 +53,63 @@ DEV void add4(Vec16& total, Vec16 v) {
   total.w = f32_bits(add_rn(f32_from_bits(total.w), f32_from_bits(v.w)));
 }
 
-// home += the slots of every rank that holds a copy, ascending, for one piece of an expert.
-DEV void add_piece(const ReduceGradArgs& a, const Pool& pool, const i32* slot_of, u8* home, i64 offset, i64 vectors) {
-  constexpr i32 IN_FLIGHT = 8;
+// home += the slots of every rank that holds a copy, ascending; these are zeroes then. A lane's N vectors lie STEP bytes apart, its
+// first at `home`; `copy` is the same place in rank 0's slot 0.
+constexpr i32 STEP = WARP * 16;
+
+template <int N>
+DEV void add_vectors(const ReduceGradArgs& a, i64 stride, const i32* slot_of, u8* home, u8* copy) {
+  Vec16 total[N], v[N], zero;
+  zero.x = zero.y = zero.z = zero.w = 0;
+#pragma unroll
+  for (i32 j = 0; j < N; j++) total[j] = load16(home + j * STEP);
 #pragma unroll 1
-  for (i64 start = 0; start < vectors; start += WARP * IN_FLIGHT) {
-    const i64 first = start + lane_index();
-    Vec16 total[IN_FLIGHT], v[IN_FLIGHT];
+  for (i32 r = 0; r < a.world.ranks; r++) {
+    if (slot_of[r] < 0) continue;
+    u8* slot = copy + ((i64)r * a.experts_per_rank + slot_of[r]) * stride;
 #pragma unroll
-    for (i32 j = 0; j < IN_FLIGHT; j++)
-      if (first + j * WARP < vectors) total[j] = load16(home + (first + j * WARP) * 16);
-#pragma unroll 1
-    for (i32 r = 0; r < a.world.ranks; r++) {
-      if (slot_of[r] < 0) continue;
-      const u8* source = pool.all_slots + ((i64)r * a.experts_per_rank + slot_of[r]) * pool.stride + offset;
+    for (i32 j = 0; j < N; j++) v[j] = load16(slot + j * STEP);
 #pragma unroll
-      for (i32 j = 0; j < IN_FLIGHT; j++)
-        if (first + j * WARP < vectors) v[j] = load16(source + (first + j * WARP) * 16);
+    for (i32 j = 0; j < N; j++) add4(total[j], v[j]);
 #pragma unroll
-      for (i32 j = 0; j < IN_FLIGHT; j++)
-        if (first + j * WARP < vectors) add4(total[j], v[j]);
-    }
-#pragma unroll
-    for (i32 j = 0; j < IN_FLIGHT; j++)
-      if (first + j * WARP < vectors) store16(home + (first + j * WARP) * 16, total[j]);
+    for (i32 j = 0; j < N; j++) store16(slot + j * STEP, zero);
   }
+#pragma unroll
+  for (i32 j = 0; j < N; j++) store16(home + j * STEP, total[j]);
+}
+
+DEV void add_piece(const ReduceGradArgs& a, const Pool& pool, const i32* slot_of, u8* home, i64 offset, i32 bytes) {
+  constexpr i32 IN_FLIGHT = 8;
+  u8* copy = pool.all_slots + offset;
+  home += offset;
+  i32 i = lane_index() * 16;
+#pragma unroll 1
+  for (; i + (IN_FLIGHT - 1) * STEP < bytes; i += IN_FLIGHT * STEP) add_vectors<IN_FLIGHT>(a, pool.stride, slot_of, home + i, copy + i);
+#pragma unroll 1
+  for (; i < bytes; i += STEP) add_vectors<1>(a, pool.stride, slot_of, home + i, copy + i);
 }
 
 DEV bool add_copies(const ReduceGradArgs& a, u32 epoch) {
   const Copies copies = find_copies(a);
-  const i32 ranks = a.world.ranks, warp = warp_index() * grid_blocks() + block_index(), warps = grid_blocks() * block_warps();
-  bool entered = false;
-  i64 passed = 0;
+  const i32 ranks = a.world.ranks, warps = grid_blocks() * block_warps();
+  // Whoever holds a copy may be any of them.
+  if (copies.count > 0 && !peers_entered(a.world, OP_REDUCE_GRAD, epoch)) return false;
+  i64 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
-    const i64 vectors = pool.bytes / 16, pieces = (vectors + PIECE_VECTORS - 1) / PIECE_VECTORS, all = pieces * copies.count;
-    for (i64 item = (warp - passed % warps + warps) % warps; item < all; item += warps) {
-      if (!entered && !peers_entered(a.world, OP_REDUCE_GRAD, epoch)) return false;  // whoever holds a copy may be any of them
-      entered = true;
-      const i32 local = copies.expert[item / pieces];
-      const i64 offset = item % pieces * PIECE_VECTORS, rest = vectors - offset;
-      u8* home = pool.full + ((i64)a.world.rank * a.experts_per_rank + local) * pool.stride + offset * 16;
-      add_piece(a, pool, copies.slot_of + local * ranks, home, offset * 16, rest < PIECE_VECTORS ? rest : PIECE_VECTORS);
+    const i64 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * copies.count;
+    for (; item < all; item += warps) {
+      const i64 number = item / pieces, offset = (item - number * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
+      const i32 local = copies.expert[number];
+      u8* home = pool.full + ((i64)a.world.rank * a.experts_per_rank + local) * pool.stride;
+      add_piece(a, pool, copies.slot_of + local * ranks, home, offset, rest < PIECE_BYTES ? rest : PIECE_BYTES);
     }
-    passed += all;
+    item -= all;
   }
   return true;
 }
 
-// The last block to finish reading tells all peers that this rank has left their slots.
+// The last block to finish tells all peers that this rank has left their slots.
 DEV void tell_left(const ReduceGradArgs& a, u32 epoch) {
   block_sync();
   if (thread_index() != 0) return;
@@ -110,21 +119,16 @@ DEV void tell_left(const ReduceGradArgs& a, u32 epoch) {
   for (i32 r = 0; r < a.world.ranks; r++) st_relaxed((u32*)(chunk(a.world, r) + a.left) + a.world.rank, epoch);
 }
 
-DEV void clear_slots(const ReduceGradArgs& a, u32 epoch) {
+// The kernel ends when the homes of this rank's copies have left: one warp that waits is enough.
+DEV void wait_for_homes(const ReduceGradArgs& a, u32 epoch) {
+  if (block_index() + warp_index() != 0) return;
   const i32* expert_in = a.experts_to_copy + (i64)a.world.rank * a.experts_per_rank;
   const u32* left = (u32*)(chunk(a.world, a.world.rank) + a.left);
-  const i32 warp = warp_index() * grid_blocks() + block_index(), warps = grid_blocks() * block_warps();
-  Vec16 zero;
-  zero.x = zero.y = zero.z = zero.w = 0;
-  for (i32 slot = 0; slot < a.experts_per_rank; slot++) {
-    const i32 expert = load_const(expert_in + slot);
-    if (expert < 0) return;
-    const i32 home = expert / a.experts_per_rank;
-    if (!warp_all(lane_index() != 0 || wait_until(a.world, left + home, epoch, OP_REDUCE_GRAD, home))) return;
-    for (i32 p = 0; p < a.num_pools; p++) {
-      u8* own = a.pools[p].all_slots + ((i64)a.world.rank * a.experts_per_rank + slot) * a.pools[p].stride;
-      for (i64 i = (i64)warp * WARP + lane_index(); i < a.pools[p].bytes / 16; i += (i64)warps * WARP) store16(own + i * 16, zero);
-    }
+  i32 gone = -1;
+  for (i32 slot = lane_index(); slot < a.experts_per_rank; slot += WARP) {
+    const i32 expert = load_const(expert_in + slot), home = expert / a.experts_per_rank;
+    if (expert < 0 || (home != gone && !wait_until(a.world, left + home, epoch, OP_REDUCE_GRAD, home))) return;
+    gone = home;
   }
 }
 
@@ -134,7 +138,7 @@ KERNEL(reduce_grad, ReduceGradArgs) {
   const bool complete = add_copies(a, epoch);
   if (!block_any(!complete)) {
     tell_left(a, epoch);
-    clear_slots(a, epoch);
+    wait_for_homes(a, epoch);
   }
   end_call(a.epochs, epoch);
 }
