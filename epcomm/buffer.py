@@ -316,8 +316,8 @@ class Buffer(Endpoint):
             row_weights: [rows] float32 or None: one value a row, brought back to [s, K] (the gradient of the
                 route weights); the same choice on all ranks.
             out: [s, hidden] array to write the sums into.
-            zero_copy: assert that x is this buffer's live view, as the last dispatch returned it. A stale view,
-                or a part of one, is refused in any case.
+            zero_copy: assert that x is this buffer's live view, as the last dispatch returned it. A stale
+                view, or a part of one, is refused in any case.
             zero_copy_weights: likewise for row_weights, of the last dispatch with zero_copy_weights.
             async_finish, stream: as in dispatch.
 
@@ -480,7 +480,8 @@ class Buffer(Endpoint):
         if begins <= offset < begins + view.nbytes:
             if offset != begins:
                 raise ValueError(
-                    f"{name}: a part of this buffer's view: rows count from its start, pass all of it or a copy"
+                    f"{name}: a part of this buffer's view: rows count from its start, "
+                    "pass all of it or a copy"
                 )
             if not live:
                 raise ValueError(f"{name}: a stale view: a later dispatch of this buffer has overwritten it")

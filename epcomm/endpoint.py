@@ -267,8 +267,8 @@ class Endpoint:
     def memory(self) -> dict:
         """Bytes of device memory held on this rank, by area, with their sum under "total".
 
-        "rounding": between areas and up to whole pages of the device. "local": arrays of this rank alone. What
-        a call returns, Plans and ExpertPools are not in it: they are their owners'.
+        "rounding": between areas and up to whole pages of the device. "local": arrays of this rank alone.
+        What a call returns, Plans and ExpertPools are not in it: they are their owners'.
         """
         sizes = dict(self._areas.sizes)
         sizes["rounding"] = self._chunk_bytes - sum(sizes.values())

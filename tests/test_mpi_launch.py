@@ -19,10 +19,8 @@ pytestmark = pytest.mark.timeout(60)
 def start(tmp_path, options, program, *words, module=False):
     """The launcher as a process, over a script with the text `program`."""
     (tmp_path / "script.py").write_text(program)
-    environ = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TMPDIR": str(tmp_path),
-    }  # a killed launcher leaves its folder
+    # A killed launcher leaves its folder: in tmp_path.
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     for name in [name for name in environ if name.startswith(("PMI", "OMPI_", "MPI_", "EPCOMM_"))]:
         del environ[name]
     what = ["-m", "script"] if module else ["script.py"]
