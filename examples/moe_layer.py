@@ -26,7 +26,9 @@ def inputs(rank, num_tokens):
 
 
 def parameters(num_experts):
-    """Router, gate, up and down of all experts, float32. Logits of low ids vary more, so these win more often."""
+    """Router, gate, up and down of all experts, float32. Logits of low ids vary more, so these win more
+    often.
+    """
     rng = np.random.default_rng(2)
     spread = 0.3 / np.sqrt(1 + np.arange(num_experts, dtype=np.float32))
     router = rng.standard_normal((HIDDEN, num_experts), np.float32) * spread
@@ -39,7 +41,10 @@ def errors(group, dtype):
     num_experts = 8 * group.size
     tokens = [max(0, TOKENS - 19 * rank) for rank in range(group.size)]  # each rank has its own number
     shape = {"num_tokens": TOKENS, "hidden": HIDDEN, "num_topk": TOPK, "num_experts": num_experts}
-    with epcomm.Buffer(group, **shape, dtype=dtype, token_padding=16) as buffer, MoELayer(buffer, INNER) as layer:
+    with (
+        epcomm.Buffer(group, **shape, dtype=dtype, token_padding=16) as buffer,
+        MoELayer(buffer, INNER) as layer,
+    ):
         xp = buffer.xp
         own = slice(group.rank * buffer.experts_per_rank, (group.rank + 1) * buffer.experts_per_rank)
         router, *weights = parameters(num_experts)

@@ -26,6 +26,7 @@ EXAMPLES = {
     "torch_layer": ("torch", r"rank \d on .*: 3 steps, sums and gradients as of the dense layer"),
     "jax_inputs": ("jax", r"rank \d on .*: (numpy|cupy) in between, JAX back, right"),
 }
+LAYER = "moe_layer"  # longer, with parts of its own
 
 
 def start(ranks, *words, folder):
@@ -55,7 +56,7 @@ def need(package):
 
 
 def test_the_table_is_complete():
-    assert {path.stem for path in (ROOT / "examples").iterdir() if path.suffix == ".py"} == set(EXAMPLES)
+    assert {path.stem for path in (ROOT / "examples").iterdir() if path.suffix == ".py"} == {*EXAMPLES, LAYER}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -105,3 +106,12 @@ def test_a_trace_is_read(tmp_path):
         ]
     with pytest.raises(AssertionError, match=r"trace\.npz was recorded on 3 ranks: start 3, not 1"):
         start(1, example, str(path), folder=tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_moe_layer_computes(ranks, tmp_path):
+    """Forward and backward equal one rank's in float64, on one rank and on several."""
+    if on_gpus() and device_count() < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    out, _ = start(ranks, str(ROOT / "examples" / f"{LAYER}.py"), folder=tmp_path)
+    assert re.fullmatch(r"OK: largest relative errors \S+ in float32, \S+ in bfloat16", out.splitlines()[-1])

@@ -33,7 +33,8 @@ def forward(xp, x, row_weights, ends, weights):
 
 
 def backward(xp, x, row_weights, ends, weights, kept, grad_y, grads):
-    """Gradients of x [rows, H], of the row type, and of row_weights [rows]; those of the weights go into `grads`.
+    """Gradients of x [rows, H], of the row type, and of row_weights [rows]; those of the weights go into
+    `grads`.
 
     Args:
         grad_y: [rows, H], the gradient of forward's result.

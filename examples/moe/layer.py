@@ -17,8 +17,8 @@ class MoELayer:
     Attributes:
         router: [H, E] float32, the same on all ranks; set it before the first step.
         weights: pools gate and up [H, H'], down [H', H]; write this rank's experts to `.local`.
-        grads: float32 pools like them; after backward `.local` holds the gradients of this rank's experts, added up
-            over all tokens of all ranks until you zero it.
+        grads: float32 pools like them; after backward `.local` holds the gradients of this rank's experts,
+            added up over all tokens of all ranks until you zero it.
     """
 
     def __init__(self, buffer, inner):
@@ -33,7 +33,9 @@ class MoELayer:
         buffer, xp = self.buffer, self.buffer.xp
         topk_idx, topk_weights = router.forward(xp, x, self.router, buffer.num_topk)
         plan = buffer.plan(topk_idx)
-        buffer.prefetch_weight(plan, *self.weights)  # before dispatch: peers' later calls then know it is over
+        buffer.prefetch_weight(
+            plan, *self.weights
+        )  # before dispatch: peers' later calls then know it is over
         rows = buffer.dispatch(x, topk_weights=topk_weights, plan=plan)  # a copy: backward needs the rows
         ends = rows.cu_seqlens.tolist()  # waits for the device; a grouped GEMM reads rows.cu_seqlens there
         y, kept = experts.forward(xp, rows.x, rows.topk_weights, ends, self._compute(self.weights))
@@ -41,11 +43,12 @@ class MoELayer:
         return out, (x, topk_idx, topk_weights, rows, ends, kept)
 
     def backward(self, saved, grad_out):
-        """Gradients of x [s, H] float32 and of this rank's tokens for the router [H, E]; the experts' go to `grads`.
+        """Gradients of x [s, H] float32 and of this rank's tokens for the router [H, E]; the experts' go to
+        `grads`.
 
         Args:
-            saved: of forward; no other forward in between, which would fetch other experts into the slots: where
-                there is one, prefetch this plan's again.
+            saved: of forward; no other forward in between, which would fetch other experts into the slots:
+                where there is one, prefetch this plan's again.
             grad_out: [s, H] of the buffer's dtype.
         """
         buffer, xp = self.buffer, self.buffer.xp
@@ -70,7 +73,7 @@ class MoELayer:
         return back.x.astype(xp.float32) + through_router, grad_router
 
     def update(self, rate):
-        """A step of gradient descent of this rank's experts, between a step's reduce_grad and the next plan."""
+        """A step of gradient descent of the own experts, between a step's reduce_grad and the next plan."""
         for pool, grads in zip(self.weights, self.grads, strict=True):
             pool.local[...] -= (rate * grads.local).astype(pool.dtype)
             grads.local[...] = 0

@@ -11,7 +11,9 @@ def forward_backward(x, topk_idx, router, gate, up, down, grad_out):
             that are as good as equal may depend on the last bit.
         router: [H, E]; gate, up: [E, H, H']; down: [E, H', H].
     """
-    x, router, gate, up, down, grad_out = (a.astype(np.float64) for a in (x, router, gate, up, down, grad_out))
+    x, router, gate, up, down, grad_out = (
+        a.astype(np.float64) for a in (x, router, gate, up, down, grad_out)
+    )
     chosen = np.take_along_axis(x @ router, topk_idx, axis=1)
     weights = np.exp(chosen - chosen.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
