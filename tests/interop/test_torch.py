@@ -141,12 +141,17 @@ def test_torch_tensors_cost_little_more_than_native_arrays():
     def take_it(array):
         take(CPU, array, "x", dtypes=(dtypes.bfloat16,), shape=(None, 128))
 
-    # A call takes up to three arrays and gives up to three. The bound is for a core that does nothing else: a
-    # native array costs 0.4 us there.
-    usual = cost(lambda: take_it(native))
+    def extra():
+        """What a call costs more, over its bound: it takes up to three arrays and gives up to three."""
+        usual = cost(lambda: take_it(native))
+        more = (
+            3 * (cost(lambda: take_it(x)) - usual) + cost(lambda: giver(x)) + 3 * cost(lambda: give(native))
+        )
+        # The bound is for a core that does nothing else: a native array costs 0.4 us there.
+        return more / (10e-6 * max(1, usual / 0.5e-6))
+
     give = giver(x)
-    extra = 3 * (cost(lambda: take_it(x)) - usual) + cost(lambda: giver(x)) + 3 * cost(lambda: give(native))
-    assert extra < 10e-6 * max(1, usual / 0.5e-6)
+    assert min(extra() for _ in range(4)) < 1  # others on the core can only make it more
 
 
 def test_interpreter_exit_with_tensors_alive():
