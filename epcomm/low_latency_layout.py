@@ -71,17 +71,16 @@ def slot_bytes(row_bytes, lines) -> int:
 
 def areas(shape: Shape) -> Areas:
     """The symmetric areas, all of them twice, by parity of the epoch (docs/low_latency.md)."""
-    rows = shape.rows
+    rows, peers_rows = shape.rows, (shape.ranks - 1) * shape.max_tokens
     combine_slots = shape.max_tokens * shape.topk if shape.direct_send else rows
-    flags = 0 if shape.lines else 2 * 4 * rows
     return Areas(
-        dispatch_slots=2 * rows * slot_bytes(quant.row_bytes(shape.hidden, shape.quant), shape.lines),
-        dispatch_flags=flags,
+        dispatch_slots=2 * peers_rows * slot_bytes(quant.row_bytes(shape.hidden, shape.quant), shape.lines),
+        dispatch_flags=0 if shape.lines else 2 * 4 * peers_rows,
         masks=2 * rows * PIECE,
         entries=2 * rows * shape.topk * PIECE,
         lengths=2 * shape.ranks * shape.lists * 8,
         combine_slots=2 * combine_slots * slot_bytes(2 * shape.hidden, shape.lines),
-        combine_flags=flags,
+        combine_flags=0 if shape.lines else 2 * 4 * rows,
     )
 
 

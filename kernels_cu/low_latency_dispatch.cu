@@ -98,12 +98,14 @@ DEV void stage(const Args& a, i32 token) {
   }
 }
 
+// Number of the slot and flag at rank `at` for a token of rank `from`, another one.
+DEV i64 slot_of(const Args& a, i32 at, i32 from, i32 token) { return (i64)(from - (from > at)) * a.capacity + token; }
+
 // The staged row to every peer that lane k's target names.
 DEV void push(const Args& a, const Wire& wire, i32 token, i32 target, u32 epoch) {
   const i32 me = a.world.rank;
   const bool leads = (warp_match_any((u32)target) & lanes_below()) == 0 && target >= 0 && target != me;
   const u32 peers = warp_ballot(leads);
-  const i64 slot = (i64)me * a.capacity + token;
 #pragma unroll 1
   for (i32 first = warp_index() * WARP; first < spots_of(wire) && peers != 0; first = next_spots(first, spots_of(wire))) {
     const i32 spot = first + lane_index(), piece = piece_at(wire, spot);
@@ -112,14 +114,14 @@ DEV void push(const Args& a, const Wire& wire, i32 token, i32 target, u32 epoch)
 #pragma unroll 1
     for (u32 left = peers; left != 0; left &= left - 1) {
       const i32 peer = warp_shfl(target, ffs(left) - 1);
-      put(wire, slot_at(a.world, wire, peer, slot), spot, v, epoch);
+      put(wire, slot_at(a.world, wire, peer, slot_of(a, peer, me, token)), spot, v, epoch);
     }
   }
   if (wire.lines || peers == 0) return;
   block_sync();
   if (warp_index() == 0 && leads) {
     fence_sys();
-    st_relaxed(flag_at(a.world, wire, target, slot), epoch);
+    st_relaxed(flag_at(a.world, wire, target, slot_of(a, target, me, token)), epoch);
   }
 }
 
@@ -362,7 +364,7 @@ DEV void deliver(const Args& a, const i32* places, u32 mask, i32 piece, Vec16 v)
 
 DEV bool receive_row(const Args& a, const Wire& wire, i32 source, i32 token, const i32* places, u32 mask, u32 epoch) {
   const World& w = a.world;
-  const i64 slot = (i64)source * a.capacity + token;
+  const i64 slot = slot_of(a, w.rank, source, token);
   u8* row = slot_at(w, wire, w.rank, slot);
   if (!wire.lines) {
     const u32* flag = flag_at(w, wire, w.rank, slot);
@@ -434,7 +436,7 @@ KERNEL(low_latency_dispatch, LowLatencyDispatchArgs) {
   if (!start_call<false>(w, OP_LL_DISPATCH, a.epochs, epoch)) return;
 
   const i32 row_bytes = SHAPE(fp8) ? SHAPE(hidden) + SHAPE(hidden) / 128 * 4 : SHAPE(hidden) * 2;
-  const i64 slots = (i64)SHAPE(ranks) * a.capacity;
+  const i64 slots = (i64)(SHAPE(ranks) - 1) * a.capacity;
   const Wire wire = wire_of(a.slots, a.flags, slots, slots, row_bytes, SHAPE(lines), epoch);
 
   if (routes) send_routing(a, entry, epoch);
