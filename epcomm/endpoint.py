@@ -147,8 +147,9 @@ class Endpoint:
     def _launch(self, operation, handle):
         if self._symmetric is None:  # closed by another thread since the call began
             self._require_usable()
-        self._refuse_cold(operation, handle)
-        operation.warm = True
+        if not operation.warm:
+            self._refuse_cold(operation, handle)
+            operation.warm = True
         operation.run(handle)
         self._last_handle, self._last_owner = handle, last_owner(handle)
         self._raise_known()

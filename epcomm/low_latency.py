@@ -22,7 +22,7 @@ from .low_latency_output import (
     Slab,
 )
 from .quant import QuantConfig, row_dtype
-from .runtime import args
+from .runtime import _dlpack, args
 
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _WEIGHT_DTYPES = (np.dtype(np.float32),)
@@ -151,6 +151,8 @@ class MoECommunicator(Endpoint):
         self._shape = shape
         self._row_dtype = row_dtype(quant)
         self._stored_dtype = dtypes.storage(self._row_dtype, device.kind)
+        self._row_dtypes = (self._row_dtype,)
+        self._ndarray, self._gpu = device.xp.ndarray, device.index if device.kind == "cuda" else -1
         self._slab_layout = layout.SlabLayout(shape)
         self._complete(lambda: self._make_kernels(shared))
 
@@ -186,52 +188,48 @@ class MoECommunicator(Endpoint):
         _, handle = self._streams(stream, False, x)
         self._refuse_cold(kernel, handle)
         give = giver(x, handle)
-        rows = take(device, x, "x", dtypes=_BF16, shape=(None, shape.hidden), stream=handle)
+        rows = self._take(x, "x", _BF16, (None, shape.hidden), handle)
         num_tokens = rows.shape[0]
         if num_tokens > shape.max_tokens:
             raise ValueError(
                 f"x: expected at most {shape.max_tokens} tokens (max_tokens_per_rank), got {num_tokens}"
             )
         wanted = (num_tokens, shape.topk)
-        topk_idx = take(device, topk_idx, "topk_idx", dtypes=_INDEX_DTYPES, shape=wanted, stream=handle)
+        topk_idx = self._take(topk_idx, "topk_idx", _INDEX_DTYPES, wanted, handle)
         if topk_weights is not None:
-            topk_weights = take(
-                device, topk_weights, "topk_weights", dtypes=_WEIGHT_DTYPES, shape=wanted, stream=handle
-            )
+            topk_weights = self._take(topk_weights, "topk_weights", _WEIGHT_DTYPES, wanted, handle)
+        source = device.pointer(rows)
         if output_buffer is None:
             tokens = device.empty(shape.tokens_shape, self._stored_dtype, handle)
+            target = device.pointer(tokens)
         else:
-            tokens = take(
-                device,
-                output_buffer,
-                "output_buffer",
-                dtypes=(self._row_dtype,),
-                shape=shape.tokens_shape,
-                stream=handle,
-                writable=True,
+            tokens = self._take(
+                output_buffer, "output_buffer", self._row_dtypes, shape.tokens_shape, handle, writable=True
             )
-            if self._overlap(tokens, rows):
+            target = device.pointer(tokens)
+            if target < source + rows.nbytes and source < target + tokens.nbytes:
                 raise ValueError("output_buffer: it overlaps x, which is read at the same time")
         memory = device.empty(self._slab_layout.nbytes, np.uint8, handle)
         pointer = device.pointer(memory)
         with self._call(handle, handle):
             a = kernel.args
-            a.x = device.pointer(rows)
+            a.x = source
             a.topk_idx = device.pointer(topk_idx)
             a.topk_weights = None if topk_weights is None else device.pointer(topk_weights)
-            a.tokens = device.pointer(tokens)
+            a.tokens = target
             a.slab = pointer
             a.num_tokens = num_tokens
             a.index_bytes = topk_idx.itemsize
             self._launch(kernel, handle)
-        slab = Slab(memory, self._slab_layout.fields, giver(x))  # tokens have ordered the streams
+        beside = None if give is None else giver(x)  # tokens have ordered the streams
+        slab = Slab(memory, self._slab_layout.fields, beside)
         if output_buffer is not None:
             tokens = output_buffer
         elif give is not None:
             tokens = give(tokens, self._row_dtype)
-        beside = slab if shape.rank_major else None
+        routed = slab if shape.rank_major else None
         quant = None if self.quant is None else DispatchQuant(self.quant.format, slab)
-        output = DispatchOutput(tokens, DispatchLayoutInfo(self.output_layout, slab), quant, beside, beside)
+        output = DispatchOutput(tokens, DispatchLayoutInfo(self.output_layout, slab), quant, routed, routed)
         return output, DispatchHandle(self._id, slab, pointer, num_tokens)
 
     def combine(self, expert_output, handle, *, out=None, stream=None):
@@ -261,24 +259,33 @@ class MoECommunicator(Endpoint):
             raise ValueError("handle: it belongs to another communicator")
         give = giver(expert_output, on)
         wanted = shape.expert_output_shape
-        rows = take(device, expert_output, "expert_output", dtypes=_BF16, shape=wanted, stream=on)
+        rows = self._take(expert_output, "expert_output", _BF16, wanted, on)
+        source = device.pointer(rows)
         wanted = (handle.num_tokens, shape.hidden)
         if out is None:
-            target = device.empty(wanted, dtypes.bfloat16, on)
+            sums = device.empty(wanted, dtypes.bfloat16, on)
+            target = device.pointer(sums)
         else:
-            target = take(device, out, "out", dtypes=_BF16, shape=wanted, stream=on, writable=True)
-            if self._overlap(target, rows):
+            sums = self._take(out, "out", _BF16, wanted, on, writable=True)
+            target = device.pointer(sums)
+            if target < source + rows.nbytes and source < target + sums.nbytes:
                 raise ValueError("out: it overlaps expert_output, which is read at the same time")
         with self._call(on, on):
             a = kernel.args
-            a.x = device.pointer(rows)
-            a.out = device.pointer(target)
+            a.x = source
+            a.out = target
             a.slab = handle._pointer
             a.num_tokens = handle.num_tokens
             self._launch(kernel, on)
         if out is not None:
             return out
-        return target if give is None else give(target)
+        return sums if give is None else give(sums)
+
+    def _take(self, x, name, dtypes, shape, handle, writable=False):
+        """`take`, with a look first at what needs nothing: this is the path of every call."""
+        if type(x) is self._ndarray and _dlpack.ready(x, dtypes, shape, self._gpu, writable):
+            return x
+        return take(self.device, x, name, dtypes=dtypes, shape=shape, stream=handle, writable=writable)
 
     # -- what there is -------------------------------------------------------------------------------------
 

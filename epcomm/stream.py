@@ -4,7 +4,6 @@ CUDA streams and events go through CuPy, imported on first use. On the CPU devic
 returns: the order of the program is the order of the calls.
 """
 
-import contextlib
 import operator
 import threading
 
@@ -227,20 +226,24 @@ class _Call:
         self._order, self._device, self._handle = order, device, handle
 
     def __enter__(self):
-        self._order.lock.acquire()
+        order = self._order
+        order.lock.acquire()
         try:
-            self._order.enter(self._device, self._handle)
+            order.enter(self._device, self._handle)
         except BaseException:
-            self._order.lock.release()
+            order.lock.release()
             raise
 
     def __exit__(self, kind, *_):
+        order = self._order
         try:
+            order.leave(self._device, self._handle)
+        except Exception:
             # After a failure too: it may have come after the launch, and the stream has waited anyway.
-            with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
-                self._order.leave(self._device, self._handle)
+            if not kind:
+                raise
         finally:
-            self._order.lock.release()
+            order.lock.release()
 
 
 _orders = {}
