@@ -297,21 +297,21 @@ class Endpoint:
 
     def _synchronize(self):
         """Waits for this object's work so far: eager calls, and what is on the stream of the last one."""
-        self.group.order.synchronize(self.device)
+        device, handles = self.device, [self.device.handle(self.device.current_stream())]
         if self._last_owner is not None:  # else the user may have destroyed it since
-            if capturing(self.device, self._last_handle):
-                raise EpcommError(
-                    "a stream that is being captured cannot be waited for: end the capture first"
-                )
-            self.device.synchronize(self._last_handle)
+            handles.append(self._last_handle)
+        if any(capturing(device, handle) for handle in handles):
+            raise EpcommError(
+                "nothing can be waited for while a stream is being captured: end the capture first"
+            )
+        self.group.order.synchronize(device)
+        device.synchronize(handles[-1])
 
     def _meet(self):
         """Waits until all ranks are past all that they did before; raises what has gone wrong. Collective."""
         handle = self.device.handle(self.device.current_stream())
         if capturing(self.device, handle):
-            raise EpcommError(
-                f"{type(self).__name__}: nothing can be closed while the current stream is being captured"
-            )
+            raise EpcommError("nothing can be closed while a stream is being captured: end the capture first")
         with self._call(handle, handle):
             self._launch(self._meet_kernel, handle)
         self.device.synchronize(handle)

@@ -201,7 +201,7 @@ class CallOrder:
             if not self._recorded:
                 if capturing(device, self._last):
                     raise EpcommError(
-                        "a stream that is being captured cannot be waited for: end the capture first"
+                        "nothing can be waited for while a stream is being captured: end the capture first"
                     )
                 self._record(device, self._last)
                 self._recorded = True

@@ -204,6 +204,24 @@ def test_a_call_that_fails_on_the_host_keeps_the_chain(gpu):
     assert len(gpu.model.calls) == 4
 
 
+def test_synchronizing_waits_for_every_call_so_far(gpu):
+    order, a, waited = CallOrder(), Stream(gpu.model), []
+    gpu.model.synchronize = lambda event: waited.append(event.seen)
+    order.synchronize(gpu)
+    assert not waited
+    number = gpu.model.create()
+    for stream in (a, lambda: Stream(gpu.model), 0, number, order.communication_stream(gpu), a, 2):
+        call(order, gpu, stream() if callable(stream) else stream)  # some are dropped behind their call
+        if stream == number:
+            gpu.model.destroy(number)
+        order.synchronize(gpu)
+        assert waited[-1] == set(gpu.model.calls)
+    call(order, gpu, a)
+    gpu.model.capturing.add(a.handle)
+    with pytest.raises(EpcommError, match="end the capture first"):
+        order.synchronize(gpu)
+
+
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 3))))
 def test_any_sequence_of_calls_is_in_order(steps):

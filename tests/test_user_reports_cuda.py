@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not on_gpus(), reason="streams are CUDA's")
 SPIN = r"""
 extern "C" __global__ void late_write(long long* ids, long long value, int n, long long ns) {
   long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - begin < ns);
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - begin < ns);
   for (int i = threadIdx.x; i < n; i += blockDim.x) ids[i] = value;
 }
 """
