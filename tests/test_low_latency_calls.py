@@ -83,6 +83,36 @@ def test_any_order_of_dispatches_and_combines(layout, late):
         verify_call([rank[number] for rank in results], settings, f"call {number}")
 
 
+def far_ahead(group, how, late):
+    """Nobody sends to rank `late` but rank 0, which waits for nobody: only entry words hold it back."""
+    poison_new_memory(group.device)
+    with signal(how), MoECommunicator(group, **settings_of(num_experts=3)) as comm:
+        xp, made = comm.xp, []
+        for number in range(6):
+            t = 5 if group.rank == late else 0
+            ids = np.zeros((t, comm.topk), np.int32)  # the expert on rank 0
+            x, weights = rows_of(group.rank, number, t, 64), weights_of(group.rank, number, t, comm.topk)
+            made.append(comm.dispatch(xp.asarray(x), xp.asarray(ids), xp.asarray(weights))[1])
+        if group.rank == late:
+            time.sleep(0.3)
+        sums = []
+        for number, handle in enumerate(made):
+            rows = xp.full(comm._shape.expert_output_shape, number + 1, dtypes.bfloat16)
+            sums.append(group.device.to_host(comm.combine(rows, handle)).astype(np.float32))
+        comm.check()
+        weights = [weights_of(group.rank, n, len(sums[0]), comm.topk) for n in range(6)]
+        return all(
+            np.allclose(got, (n + 1) * w.sum(axis=1, keepdims=True), rtol=0.02, atol=0.02)
+            for n, (got, w) in enumerate(zip(sums, weights, strict=True))
+        )
+
+
+@pytest.mark.parametrize("how", ["lines", "flags"])
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_rank_that_waits_for_nobody_does_not_run_ahead(late, how):
+    assert run_ranks(3, far_ahead, how, late) == [True] * 3
+
+
 def old_results(group, settings):
     """What an early dispatch gave, looked at after many more."""
     with MoECommunicator(group, **settings) as comm:
