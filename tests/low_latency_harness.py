@@ -1,6 +1,7 @@
 """Calls of a MoECommunicator on all ranks, recorded there and compared with the oracle here."""
 
 import os
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -77,18 +78,25 @@ def calls_for(ranks, max_tokens, count, seed=0):
     return made
 
 
+_inside = []  # what EPCOMM_LL_SIGNAL was, once for every rank thread inside `signal`
+_entering = threading.Lock()
+
+
 @contextmanager
 def signal(which):
-    """Communicators made inside send rows as "lines" or with "flags"."""
-    before = os.environ.get("EPCOMM_LL_SIGNAL")
-    os.environ["EPCOMM_LL_SIGNAL"] = which
+    """Communicators made inside send rows as "lines" or with "flags". Rank threads enter it side by side."""
+    with _entering:
+        _inside.append(_inside[0] if _inside else os.environ.get("EPCOMM_LL_SIGNAL"))
+        os.environ["EPCOMM_LL_SIGNAL"] = which
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["EPCOMM_LL_SIGNAL"]
-        else:
-            os.environ["EPCOMM_LL_SIGNAL"] = before
+        with _entering:
+            before = _inside.pop()
+            if not _inside:
+                os.environ.pop("EPCOMM_LL_SIGNAL")
+                if before is not None:
+                    os.environ["EPCOMM_LL_SIGNAL"] = before
 
 
 def poison_new_memory(device):
@@ -150,9 +158,7 @@ def serve(group, settings, calls, how="lines", delay_rank=None, max_shared=None)
         group.device.max_shared = max_shared
     poison_new_memory(group.device)
     with signal(how):
-        group.barrier()
         comm = MoECommunicator(group, **settings)
-        group.barrier()
     seen = []
     with comm:
         for number, call in enumerate(calls):
