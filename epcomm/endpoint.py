@@ -269,7 +269,7 @@ class Endpoint:
         """Bytes of device memory held on this rank, by area, with their sum under "total".
 
         "rounding": between areas and up to whole pages of the device. "local": arrays of this rank alone.
-        What a call returns, Plans and ExpertPools are not in it: they are their owners'.
+        Results of calls, Plans and ExpertPools are not in it: each has memory of its own.
         """
         sizes = dict(self._areas.sizes)
         sizes["rounding"] = self._chunk_bytes - sum(sizes.values())

@@ -26,9 +26,7 @@ def inputs(rank, num_tokens):
 
 
 def parameters(num_experts):
-    """Router, gate, up and down of all experts, float32. Logits of low ids vary more, so these win more
-    often.
-    """
+    """Router, gate, up and down of all experts, float32. Logits of low ids vary most: these win often."""
     rng = np.random.default_rng(2)
     spread = 0.3 / np.sqrt(1 + np.arange(num_experts, dtype=np.float32))
     router = rng.standard_normal((HIDDEN, num_experts), np.float32) * spread
@@ -59,7 +57,7 @@ def errors(group, dtype):
         buffer.check()  # raises what went wrong on the device
 
         to_host = group.device.to_host
-        topk_idx, plan = saved[1], saved[3].plan
+        topk_idx, plan = saved.topk_idx, saved.rows.plan
         every = group.comm.allgather((x, to_host(topk_idx), grad_out, to_host(grad_router)))
         x, topk_idx, grad_out = (np.concatenate(each) for each in list(zip(*every, strict=True))[:3])
         wanted = reference.forward_backward(x, topk_idx, router, *weights, grad_out)

@@ -32,12 +32,13 @@ KERNEL(prefetch, PrefetchArgs) {
   i32 slots = 0;  // the used ones come first
   while (slots < a.experts_per_rank && load_const(expert_in + slots) >= 0) slots++;
   const i32 warps = grid_blocks() * block_warps();
-  i64 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
+  i32 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
-    const i64 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * slots;
+    const i32 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * slots;
     for (; item < all; item += warps) {
-      const i64 slot = item / pieces, offset = (item - slot * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
+      const i32 slot = item / pieces;
+      const i64 offset = (i64)(item - slot * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
       const u8* source = pool.full + load_const(expert_in + slot) * pool.stride;
       u8* target = pool.full + (a.experts + slot) * pool.stride;
       copy_piece(target + offset, source + offset, rest < PIECE_BYTES ? rest : PIECE_BYTES);

@@ -94,13 +94,13 @@ DEV bool add_copies(const ReduceGradArgs& a, u32 epoch) {
   const i32 ranks = a.world.ranks, warps = grid_blocks() * block_warps();
   // Whoever holds a copy may be any of them.
   if (copies.count > 0 && !peers_entered(a.world, OP_REDUCE_GRAD, epoch)) return false;
-  i64 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
+  i32 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
-    const i64 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * copies.count;
+    const i32 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * copies.count;
     for (; item < all; item += warps) {
-      const i64 number = item / pieces, offset = (item - number * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
-      const i32 local = copies.expert[number];
+      const i32 number = item / pieces, local = copies.expert[number];
+      const i64 offset = (i64)(item - number * pieces) * PIECE_BYTES, rest = pool.bytes - offset;
       u8* home = pool.full + ((i64)a.world.rank * a.experts_per_rank + local) * pool.stride;
       add_piece(a, pool, copies.slot_of + local * ranks, home, offset, rest < PIECE_BYTES ? rest : PIECE_BYTES);
     }

@@ -1,11 +1,14 @@
 """ExpertPool, prefetch_weight and reduce_grad against plain NumPy."""
 
+import time
+
 import numpy as np
 import pytest
-from ranks import run_ranks
+from ranks import on_gpus, run_ranks
 from test_buffer import routing, rows_of, settings_of
 
 from epcomm import Buffer, EpcommError, ExpertPool, dtypes
+from epcomm.testing import run_threads
 
 
 def weights_of(expert, shape, dtype, call=0):
@@ -47,8 +50,11 @@ def test_views_show_the_same_pages(ranks, shape, dtype):
     run_ranks(ranks, views, shape, dtype)
 
 
-def train(group, settings, shape, tokens, calls):
-    """Prefetch and reduction over two pools each, with new weights and gradients in every call."""
+def train(group, settings, shape, tokens, calls, late=None):
+    """Prefetch and reduction over two pools each, with new weights and gradients in every call.
+
+    late: a rank that comes late to every reduction.
+    """
     seen = []
     with Buffer(group, **settings) as buffer:
         xp, device = buffer.xp, group.device
@@ -84,6 +90,8 @@ def train(group, settings, shape, tokens, calls):
                     pool.slots[slot] = xp.asarray(
                         weights_of(50_000 + 1000 * me + slot, pool.shape, pool.dtype, call)
                     )
+            if late == me:
+                time.sleep(0.02)
             buffer.reduce_grad(plan, *grads)
             buffer.check()
             for pool in grads:
@@ -118,6 +126,132 @@ def test_a_piece_does_not_end_where_an_expert_ends():
     run_ranks(2, train, settings_of(num_experts=6), (3, 4104), [[24, 24]], 2)
 
 
+@pytest.mark.parametrize("late", range(3))
+def test_a_late_rank(late):
+    """Whether it is the home of copied experts, holds copies, or neither."""
+    run_ranks(3, train, settings_of(num_experts=9), (4, 20), [[24] * 3], 3, late)
+
+
+def shuffled(group, seed, *args):
+    from epcomm.runtime import _fibers
+
+    _fibers.set_schedule(seed * 64 + group.rank + 1)
+    try:
+        return train(group, *args)
+    finally:
+        _fibers.set_schedule(None)
+
+
+@pytest.mark.skipif(on_gpus(), reason="the order of fibers can be chosen on the CPU device only")
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_threads(seed):
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.choice([2, 3, 5]))
+    tokens = [[int(t) for t in rng.integers(0, 25, ranks)] for _ in range(3)]
+    run_threads(ranks, shuffled, seed, settings_of(num_experts=3 * ranks), (4, 20), tokens, 3)
+
+
+def reduce_in_a_row(group, calls, late):
+    """Reductions of several plans that nothing stands between, each after this rank's new gradients."""
+    with Buffer(group, **settings_of(num_experts=3 * group.size)) as buffer:
+        xp, me, per_rank = buffer.xp, group.rank, buffer.experts_per_rank
+        plans = [
+            buffer.plan(xp.asarray(routing(kind, me, 24, 4, buffer.num_experts, i)))
+            for i, kind in enumerate(("skewed", "one expert", "uniform"))
+        ]
+        copies = [group.device.to_host(plan.experts_to_copy) for plan in plans]
+        with ExpertPool(buffer, (5, 4), "float32") as pool:
+            pool.local[...] = 0
+            pool.slots[...] = 0
+            wanted = np.zeros(buffer.num_experts)
+            for call in range(calls):
+                copied = copies[call % len(plans)]
+                for slot in np.flatnonzero(copied[me] >= 0):
+                    pool.slots[int(slot)] += 1 + call * (1 + me)  # added to what should have been cleared
+                if late == me:
+                    time.sleep(0.002)
+                buffer.reduce_grad(plans[call % len(plans)], pool)
+                for rank, experts in enumerate(copied):
+                    np.add.at(wanted, experts[experts >= 0], 1 + call * (1 + rank))
+            buffer.check()
+            got = group.device.to_host(xp.ascontiguousarray(pool.local))
+            return got, wanted[me * per_rank : (me + 1) * per_rank]
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_reductions_in_a_row(late):
+    for got, wanted in run_ranks(3, reduce_in_a_row, 30, late):
+        assert (got == wanted[:, None, None]).all()
+
+
+def meet(group, call, passed):
+    """Whether rank 1, which comes late and brings nothing, had come when a call of another rank was over."""
+    with Buffer(group, **settings_of(num_experts=12)) as buffer:
+        xp = buffer.xp
+        ids = xp.full((0 if group.rank == 1 else 3, 4), -1, np.int32)
+        plan = buffer.plan(ids)
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(0.05)
+            passed.append(True)
+        if call == "plan":
+            buffer.plan(ids)
+        else:
+            buffer.dispatch(xp.zeros((ids.shape[0], 64), buffer.dtype), plan=plan)
+        return bool(passed)
+
+
+@pytest.mark.skipif(on_gpus(), reason="a call returns when it is over on the CPU device only")
+@pytest.mark.parametrize("call", ["plan", "dispatch"])
+def test_plan_and_dispatch_meet_all_ranks(call):
+    """What prefetch relies on, which waits for nobody: see docs/memory.md."""
+    assert run_threads(3, meet, call, []) == [True] * 3
+
+
+def layers(group, steps, late):
+    """Two layers share a pool, forward and backward, by the rule of docs/memory.md; returns what was fetched
+    wrongly."""
+    wrong = []
+    with (
+        Buffer(group, **settings_of(num_experts=12)) as buffer,
+        ExpertPool(buffer, (4, 8), "float32") as pool,
+    ):
+        xp, me, per_rank = buffer.xp, group.rank, buffer.experts_per_rank
+        own = xp.arange(me * per_rank, (me + 1) * per_rank, dtype=np.float32)[:, None, None]
+        nothing = xp.zeros((0, 4), np.int32)
+        x = xp.zeros((24, 64), buffer.dtype)
+
+        def fetch(plan, version):
+            if late == me:
+                time.sleep(0.002)
+            buffer.prefetch_weight(plan, pool)
+            got = group.device.to_host(xp.ascontiguousarray(pool.slots))
+            for slot, expert in enumerate(group.device.to_host(plan.experts_to_copy)[me]):
+                if expert >= 0 and not (got[slot] == 1000 * version + expert).all():
+                    wrong.append((version, int(expert)))
+
+        for step in range(steps):
+            plans = []
+            for layer in range(2):
+                pool.local[...] = 1000 * (2 * step + layer) + own
+                ids = routing("skewed", me, 24, 4, 12, 2 * step + layer)
+                plans.append(buffer.plan(xp.asarray(ids)))
+                fetch(plans[-1], 2 * step + layer)
+                buffer.dispatch(x, plan=plans[-1])
+            for layer in (1, 0):
+                pool.local[...] = 1000 * (2 * step + layer) + own
+                buffer.dispatch(x, plan=plans[layer])
+                fetch(plans[layer], 2 * step + layer)
+                buffer.plan(nothing)
+        buffer.check()
+    return wrong
+
+
+@pytest.mark.parametrize("late", range(3))
+def test_layers_take_turns_with_a_pool(late):
+    assert run_ranks(3, layers, 10, late) == [[], [], []]
+
+
 def refusals(group):
     with Buffer(group, **settings_of()) as buffer, Buffer(group, **settings_of()) as other:
         xp = buffer.xp
@@ -129,6 +263,8 @@ def refusals(group):
             buffer.prefetch_weight(plan, foreign)
         with pytest.raises(ValueError, match="pools"):
             buffer.prefetch_weight(plan)
+        with ExpertPool(buffer, (4, 8), "float32") as grads, pytest.raises(ValueError, match="once"):
+            buffer.reduce_grad(plan, grads, grads)
         with pytest.raises(ValueError, match="another buffer"):
             other.prefetch_weight(plan, foreign)
         weights.close()

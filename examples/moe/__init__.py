@@ -1,3 +1,1 @@
-"""A MoE layer over epcomm in array code, for CuPy on GPUs and NumPy on CPU ranks alike; used by the scripts
-beside it.
-"""
+"""A MoE layer over epcomm in array code, for CuPy on GPUs and NumPy on CPU ranks alike."""
