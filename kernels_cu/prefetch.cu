@@ -1,29 +1,36 @@
-// prefetch: pulls the experts that this step copies to this rank from their homes into the own prefetch slots, of all pools at once.
+// prefetch: pulls the experts that this step copies to this rank from their homes into the own prefetch slots, of all pools at
+// once.
 //
-// It only reads peers' memory and waits for nobody: weights do not change between a step's plan and its last use (docs/memory.md).
+// It only reads peers' memory and waits for nobody: weights do not change between a step's plan and its last use
+// (docs/memory.md).
 #include "protocol.cuh"
 
 constexpr i32 PIECE_BYTES = 32 * 1024;  // that one warp copies of one expert at a time
 
-// A lane's N vectors lie a step of the warp apart.
+// A lane's N vectors lie a step of the warp apart. Moves both pointers on by N steps.
 constexpr i32 STEP = WARP * 16;
 
 template <int N>
-DEV void copy_vectors(u8* target, const u8* source) {
+DEV void copy_vectors(u8*& target, const u8*& source) {
   Vec16 v[N];
 #pragma unroll
   for (i32 j = 0; j < N; j++) v[j] = load16(source + j * STEP);
 #pragma unroll
   for (i32 j = 0; j < N; j++) store16(target + j * STEP, v[j]);
+  target += N * STEP;
+  source += N * STEP;
 }
 
 DEV void copy_piece(u8* target, const u8* source, i32 bytes) {
   constexpr i32 IN_FLIGHT = 8;
-  i32 i = lane_index() * 16;
+  const i32 first = lane_index() * 16;
+  i32 left = bytes - first;
+  target += first;
+  source += first;
 #pragma unroll 1
-  for (; i + (IN_FLIGHT - 1) * STEP < bytes; i += IN_FLIGHT * STEP) copy_vectors<IN_FLIGHT>(target + i, source + i);
+  for (; left > (IN_FLIGHT - 1) * STEP; left -= IN_FLIGHT * STEP) copy_vectors<IN_FLIGHT>(target, source);
 #pragma unroll 1
-  for (; i < bytes; i += STEP) copy_vectors<1>(target + i, source + i);
+  for (; left > 0; left -= STEP) copy_vectors<1>(target, source);
 }
 
 KERNEL(prefetch, PrefetchArgs) {
@@ -32,7 +39,8 @@ KERNEL(prefetch, PrefetchArgs) {
   i32 slots = 0;  // the used ones come first
   while (slots < a.experts_per_rank && load_const(expert_in + slots) >= 0) slots++;
   const i32 warps = grid_blocks() * block_warps();
-  i32 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
+  // The pieces of all pools in one row, dealt out to the warps.
+  i32 item = warp_index() * grid_blocks() + block_index();
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
     const i32 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * slots;

@@ -1,10 +1,10 @@
-// reduce_grad: the fp32 gradients that lie in everybody's prefetch slots are added to the experts' homes, of all pools at once, and
-// the slots are cleared.
+// reduce_grad: the fp32 gradients that lie in everybody's prefetch slots are added to the experts' homes, of all pools at once,
+// and the slots are cleared.
 //
-// The home does both: it pulls home row + slots in ascending rank, in fp32, the same order always, and pushes zeros back over what
-// it has read. A rank with copies has none of its own experts copied away, so these zeros go where the wire is idle, and clearing
-// takes no time of its own. A home starts when the slots' owners have entered; an owner ends when the homes of its copies have left
-// its slots (`left` word).
+// The home does both: it pulls home row + slots in ascending rank, in fp32, the same order always, and pushes zeros back over
+// what it has read. A rank with copies has none of its own experts copied away, so these zeros go where the wire is idle, and
+// clearing takes no time of its own. A home starts when the slots' owners have entered; an owner ends when the homes of its
+// copies have left its slots (`left` word).
 #include "protocol.cuh"
 
 constexpr i32 PIECE_BYTES = 16 * 1024;  // that one warp adds of one expert at a time
@@ -94,7 +94,8 @@ DEV bool add_copies(const ReduceGradArgs& a, u32 epoch) {
   const i32 ranks = a.world.ranks, warps = grid_blocks() * block_warps();
   // Whoever holds a copy may be any of them.
   if (copies.count > 0 && !peers_entered(a.world, OP_REDUCE_GRAD, epoch)) return false;
-  i32 item = warp_index() * grid_blocks() + block_index();  // the pieces of all pools in one row, dealt out to the warps
+  // The pieces of all pools in one row, dealt out to the warps.
+  i32 item = warp_index() * grid_blocks() + block_index();
   for (i32 p = 0; p < a.num_pools; p++) {
     const Pool& pool = a.pools[p];
     const i32 pieces = (pool.bytes + PIECE_BYTES - 1) / PIECE_BYTES, all = pieces * copies.count;
