@@ -151,7 +151,8 @@ class Endpoint:
             self._refuse_cold(operation, handle)
             operation.warm = True
         operation.run(handle)
-        self._last_handle, self._last_owner = handle, last_owner(handle)
+        if handle != self._last_handle:  # while its owner is kept, the number means the same stream
+            self._last_handle, self._last_owner = handle, last_owner(handle)
         self._raise_known()
 
     def _keep(self, handle, async_finish, stream, *arrays):
