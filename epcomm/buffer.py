@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import buffer_kernels, buffer_settings, dtypes, layout, plan_layout
+from . import buffer_kernels, buffer_settings, dtypes, foreign, layout, plan_layout
 from .arrays import giver, take
 from .endpoint import Endpoint
 from .integers import integer
@@ -156,10 +156,11 @@ class Buffer(Endpoint):
             The Plan. It may be used for any number of dispatches and combines.
         """
         caller, handle = self._streams(stream, False, topk_idx)
-        topk_idx = self._take_topk(topk_idx, caller)
+        indices = self._take_topk(topk_idx, caller)
         with self._call(caller, handle):
-            plan = self._plan(topk_idx, caller, handle)
-            self._keep(handle, False, stream, topk_idx, plan)
+            plan = self._plan(indices, caller, handle)
+            self._keep(handle, False, stream, indices, plan)
+        plan._of_torch = foreign.is_torch(topk_idx)
         return plan
 
     def dispatch(
@@ -253,6 +254,7 @@ class Buffer(Endpoint):
         with self._call(caller, handle):
             if plan is None:
                 plan = self._plan(indices, caller, handle)
+                plan._of_torch = foreign.is_torch(topk_idx)
             weights = None
             if topk_weights is not None:
                 weights = (
@@ -388,7 +390,7 @@ class Buffer(Endpoint):
         Args:
             plan: a Plan of this buffer.
             pools: ExpertPools of this buffer, at most 32.
-            async_finish, stream: as in dispatch.
+            async_finish, stream: as in dispatch; for a plan of torch's topk_idx the current stream is torch's.
 
         Returns:
             An Event with async_finish, else None.
@@ -405,7 +407,7 @@ class Buffer(Endpoint):
         Args:
             plan: a Plan of this buffer, the same step's on all ranks.
             pools: different float32 ExpertPools of this buffer, at most 32, in the same order on all ranks.
-            async_finish, stream: as in dispatch.
+            async_finish, stream: as in prefetch_weight.
 
         Returns:
             An Event with async_finish, else None.
@@ -435,8 +437,10 @@ class Buffer(Endpoint):
         return plan
 
     def _over_pools(self, kernel, plan, pools, async_finish, stream):
-        caller, handle = self._streams(stream, async_finish)
         self._check_plan(plan)
+        if stream is None and plan._of_torch and self.device.kind == "cuda":
+            stream = foreign.torch_stream(self.device.index)
+        caller, handle = self._streams(stream, async_finish)
         if not 1 <= len(pools) <= args.MAX_POOLS:
             raise ValueError(f"pools: expected 1 to {args.MAX_POOLS}, got {len(pools)}")
         for pool in pools:

@@ -62,6 +62,7 @@ class Plan:
         self.row_capacity = buffer.row_capacity
         self.dispatched = False
         self.total_tokens = None
+        self._of_torch = False  # made of torch's topk_idx: then torch's current stream is the caller's
         words = layout.words + num_tokens * layout.num_topk
         self._slab = buffer.device.empty((words,), np.int32, stream)
         self._arrays = {}

@@ -14,7 +14,7 @@ import test_pool
 from ranks import on_gpus, run_ranks
 from test_buffer import routing, rows_of, settings_of
 
-from epcomm import Buffer, ExpertPool, MoECommunicator, reference
+from epcomm import Buffer, ExpertPool, MoECommunicator, dtypes, reference
 from epcomm.runtime import _memfd
 from epcomm.testing import run_threads
 
@@ -160,6 +160,21 @@ def test_memory_tells_what_is_allocated():
     assert 0 <= plan_bytes - 4 * (words + 7 * 4) < 5 * 16
 
 
+def memory_of_a_gpu(group):
+    """buffer.memory()["total"], and what a GPU has less of for the second of two equal buffers."""
+    settings = settings_of(num_tokens=8192, hidden=2048)
+    Buffer(group, **settings).close()  # kernels are loaded
+    before = device_memory(group)
+    with Buffer(group, **settings) as buffer:
+        return buffer.memory()["total"], device_memory(group) - before
+
+
+@pytest.mark.skipif(not on_gpus(), reason="CPU ranks have no memory of their own")
+def test_memory_is_what_a_gpu_has_less_of():
+    for told, held in run_ranks(1, memory_of_a_gpu, timeout=20.0):
+        assert abs(held - told) < 8 * MIB < told / 20
+
+
 def device_memory(group):
     """Bytes of a GPU in use, or (descriptors, shared bytes, address space in MiB) of a CPU rank's process."""
     gc.collect()
@@ -186,7 +201,7 @@ def buffer_cycle(group):
 def communicator_cycle(group):
     settings = dict(num_experts=8, hidden_size=512, topk=2, max_tokens_per_rank=64)
     with MoECommunicator(group, **settings) as communicator:
-        x = group.device.xp.zeros((3, 512), "bfloat16")
+        x = group.device.xp.zeros((3, 512), dtypes.bfloat16)
         tokens, handle = communicator.dispatch(x, group.device.xp.zeros((3, 2), np.int32))
         communicator.combine(tokens.tokens, handle)
 

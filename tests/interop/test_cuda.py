@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import on_gpus, run_ranks
 
-from epcomm import Buffer, asarray
+from epcomm import Buffer, ExpertPool, asarray
 from epcomm.torch import moe_combine, moe_dispatch
 
 pytestmark = pytest.mark.skipif(not on_gpus(), reason="needs CUDA")
@@ -49,6 +49,25 @@ def _edits_on_a_side_stream(group, explicit):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_the_callers_stream_orders_everything(explicit):
     assert run_ranks(1, _edits_on_a_side_stream, explicit) == [(True, True)]
+
+
+def _pools_on_a_side_stream(group):
+    """The streams of calls that take no tensor but a plan of one's."""
+    x, idx = _inputs(group)
+    seen = []
+    with Buffer(group, **SHAPE) as buffer, ExpertPool(buffer, (8, 8), "float32") as pool:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                for plan in (buffer.plan(idx), buffer.dispatch(x, idx).plan):
+                    for call in (buffer.prefetch_weight, buffer.reduce_grad):
+                        call(plan, pool)
+                        seen.append(buffer._last_handle == stream.cuda_stream)
+        buffer.check()
+    return seen
+
+
+def test_pools_follow_the_plans_framework():
+    assert run_ranks(1, _pools_on_a_side_stream) == [[True] * 8]
 
 
 def _graph(group):
