@@ -390,7 +390,8 @@ class Buffer(Endpoint):
         Args:
             plan: a Plan of this buffer.
             pools: ExpertPools of this buffer, at most 32.
-            async_finish, stream: as in dispatch; for a plan of torch's topk_idx the current stream is torch's.
+            async_finish, stream: as in dispatch; for a plan of torch's topk_idx the current stream is
+                torch's.
 
         Returns:
             An Event with async_finish, else None.

@@ -162,7 +162,7 @@ def test_memory_tells_what_is_allocated():
 
 def memory_of_a_gpu(group):
     """buffer.memory()["total"], and what a GPU has less of for the second of two equal buffers."""
-    settings = settings_of(num_tokens=8192, hidden=2048)
+    settings = settings_of(num_tokens=8192, hidden=4096)
     Buffer(group, **settings).close()  # kernels are loaded
     before = device_memory(group)
     with Buffer(group, **settings) as buffer:
