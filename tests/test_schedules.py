@@ -50,6 +50,14 @@ def test_prefetch_and_reduce(seed, ranks):
 
 
 @some
+@given(seeds, st.integers(2, 4))
+def test_reductions_in_a_row(seed, ranks):
+    _fibers.set_schedule(seed)
+    for got, wanted in run_threads(ranks, pools.reduce_in_a_row, 4, None, timeout=TIMEOUT):
+        assert (got == wanted[:, None, None]).all()
+
+
+@some
 @given(
     seeds,
     st.integers(1, 4),
