@@ -119,6 +119,7 @@ class Buffer(Endpoint):
         grids |= {args.OP_PLAN: plan_grid, args.OP_REDUCE_GRAD: self._weight_sms}
         super().__init__(group, areas, grids)
         self._plan_layout = PlanLayout(ranks, num_tokens, num_topk, num_experts)
+        self._num_plans = 0
         self._live_plan = None  # the plan of the last dispatch: its rows are the ones in the receive area
         self._live_weights = None  # the plan of the last dispatch with zero_copy_weights
         self._complete(lambda: self._prepare(plan_grid, halves))
@@ -273,6 +274,7 @@ class Buffer(Endpoint):
             a.rows = plan._pointer("rows")
             a.num_tokens = num_tokens
             a.with_weights = weights is not None  # an empty array's address may be null
+            a.choice = 2 * plan._number + a.with_weights
             a.result_rows = num_rows
             self._launch(self._dispatch_kernel, handle)
             plan.dispatched, plan.total_tokens = True, total_tokens
@@ -373,6 +375,7 @@ class Buffer(Endpoint):
             a.num_tokens = plan.num_tokens
             a.x_rows = rows.shape[0]
             a.with_weights = weights is not None
+            a.choice = 2 * plan._number + a.with_weights
             self._launch(self._combine_kernel, handle)
             event = self._keep(handle, async_finish, stream, rows, row_weights, target, weights, plan)
         if give is not None:
@@ -435,6 +438,7 @@ class Buffer(Endpoint):
         a.cu_seqlens = plan._pointer("cu_seqlens")
         a.experts_to_copy = plan._pointer("experts_to_copy")
         self._launch(self._plan_kernel, handle)
+        self._num_plans = plan._number = self._num_plans % 2**30 + 1
         return plan
 
     def _over_pools(self, kernel, plan, pools, async_finish, stream):

@@ -15,7 +15,7 @@ import numpy as np
 
 from .arrays import caller_stream
 from .errors import EpcommError, PeerTimeoutError
-from .layout import Areas
+from .layout import Areas, align
 from .runtime import args
 from .runtime.handles import together
 from .runtime.symmetric import SymmetricMemory
@@ -70,7 +70,8 @@ class Endpoint:
         self._failure = None
         self._in_flight = collections.deque()
         self._last_handle = self._last_owner = None
-        areas.add("control", 4 * (args.CONTROL_RAISED_BY + group.size * (1 + args.NUM_OPERATIONS)))
+        words = align(args.CONTROL_RAISED_BY + group.size * (1 + args.NUM_OPERATIONS), 2)
+        areas.add("control", 4 * words + 8 * group.size * args.NUM_OPERATIONS)
         together(group, type(self).__name__, lambda: self._allocate(grids | {args.OP_MEET: 1}))
         self._symmetric = SymmetricMemory(group, areas.nbytes)
         self._chunk_bytes = self._symmetric.nbytes
@@ -242,8 +243,8 @@ class Endpoint:
         Raises:
             PeerTimeoutError: a peer did not come; the object is dead.
             ValueError: since the last check, expert ids outside -1 ... num_experts - 1, or rows outside the
-                array given to combine, were met (and treated as not there), or a `total_tokens` was too small
-                for its step.
+                array given to combine, were met (and treated as not there), a `total_tokens` was too small
+                for its step, or ranks came to a call with different plans or some of them without weights.
             EpcommError: the object is closed, or the stream of its last call is being captured.
         """
         self._require_usable()
@@ -263,6 +264,11 @@ class Endpoint:
             if bad[args.BAD_TOTALS]:
                 problems.append(
                     f"total_tokens of {bad[args.BAD_TOTALS]} dispatches was too small, so rows were cut off"
+                )
+            if bad[args.BAD_CHOICES]:
+                problems.append(
+                    f"{bad[args.BAD_CHOICES]} times another rank came to a call with another plan, or with "
+                    "weights where this one has none, so the results mean nothing"
                 )
             raise ValueError(f"rank {self.group.rank}: {'; '.join(problems)}")
 

@@ -55,6 +55,7 @@ class Plan:
     def __init__(self, buffer, num_tokens, stream):
         layout = buffer._plan_layout
         self._buffer_id = buffer._id
+        self._number = 0  # of the plan kernel's launch, the same on all ranks
         self._layout = layout
         self._ranks = buffer.group.size
         self._rank = buffer.group.rank

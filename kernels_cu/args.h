@@ -28,7 +28,8 @@ typedef float f32;
 #define NUM_OPERATIONS 8
 
 // A chunk's control area, in u32 words: [0] this rank's abort flag; [1] whether its error record is taken; from CONTROL_RAISED_BY on,
-// one word a rank that gave up by itself; then one entry word an operation and rank.
+// one word a rank that gave up by itself; then one entry word an operation and rank; then, from an even word on, one
+// choice an operation and rank, of two words.
 #define CONTROL_ABORTED 0
 #define CONTROL_REPORTED 1
 #define CONTROL_RAISED_BY 32
@@ -52,7 +53,8 @@ struct ErrorRecord {
 #define BAD_EXPERT_IDS 0
 #define BAD_ROWS 1
 #define BAD_TOTALS 2
-#define NUM_BAD_INPUTS 3
+#define BAD_CHOICES 3
+#define NUM_BAD_INPUTS 4
 
 // Who this rank is and where the peers' chunks of the symmetric memory lie.
 struct World {
@@ -112,6 +114,7 @@ struct DispatchArgs {
   i32 ranks;
   i32 send_warps;
   i32 with_weights;
+  u32 choice;
 };
 
 // meet.cu: all ranks wait for each other.
@@ -147,6 +150,7 @@ struct CombineArgs {
   i32 ring_tokens;
   i32 produce_warps;
   i32 with_weights;
+  u32 choice;
 };
 
 // Expert weights or gradients in mapped memory, one a projection: experts are `stride` bytes apart in all views.

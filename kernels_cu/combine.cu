@@ -263,7 +263,7 @@ DEV void combine_rows(const CombineArgs& a, u32 epoch) {
 
 KERNEL(combine, CombineArgs) {
   u32 epoch;
-  if (!begin_call(a.world, OP_COMBINE, a.epochs, epoch)) return;
+  if (!begin_call(a.world, OP_COMBINE, a.epochs, epoch, a.choice)) return;
   const i32 dtype = SHAPE(dtype);
   if (dtype == DTYPE_BF16)
     combine_rows<DTYPE_BF16>(a, epoch);
@@ -271,5 +271,6 @@ KERNEL(combine, CombineArgs) {
     combine_rows<DTYPE_F16>(a, epoch);
   else
     combine_rows<DTYPE_F32>(a, epoch);
+  if (block_index() + warp_index() == 0) compare_choices(a.world, OP_COMBINE, epoch, a.choice);
   end_call(a.epochs, epoch);
 }

@@ -128,12 +128,13 @@ DEV void expand(const DispatchArgs& a, u32 epoch) {
 
 KERNEL(dispatch, DispatchArgs) {
   u32 epoch;
-  if (!begin_call(a.world, OP_DISPATCH, a.epochs, epoch)) return;
+  if (!begin_call(a.world, OP_DISPATCH, a.epochs, epoch, a.choice)) return;
   if (block_index() + thread_index() == 0 && load_const(a.cu_seqlens + a.segments - 1) > a.result_rows)
     atomic_add(a.world.bad_input + BAD_TOTALS, 1);  // the rows that are handed out are not all: check() raises
   if (warp_index() < a.send_warps)
     send(a, epoch);
   else
     expand(a, epoch);
+  if (block_index() + warp_index() == 0) compare_choices(a.world, OP_DISPATCH, epoch, a.choice);
   end_call(a.epochs, epoch);
 }

@@ -12,6 +12,11 @@ DEV u32* entry_word(const World& w, i32 at, i32 operation, i32 from) {
   return control_words(w, at) + CONTROL_RAISED_BY + w.ranks * (1 + operation) + from;
 }
 
+// In a rank's control words: what every rank has chosen for its last call of `operation`, with the call's epoch above it.
+DEV u64* choice_words(const World& w, u32* control, i32 operation) {
+  return (u64*)control + (CONTROL_RAISED_BY + w.ranks * (1 + NUM_OPERATIONS) + 1) / 2 + w.ranks * operation;
+}
+
 // Epochs grow for ever and wrap: a signed difference, never equality, since a fast peer may already be one ahead.
 DEV bool reached(u32 seen, u32 epoch) { return (i32)(seen - epoch) >= 0; }
 
@@ -87,11 +92,16 @@ DEV bool may_begin(const World& w, i32 operation, u32 epoch) {
 }
 
 // Starts a call: its epoch, told to every peer by block 0. False for the whole block if this rank has given up.
-DEV bool begin_call(const World& w, i32 operation, const u32* epochs, u32& epoch) {
+// choice: what all ranks must have chosen alike (compare_choices), as a number; 0 = there is nothing to choose.
+DEV bool begin_call(const World& w, i32 operation, const u32* epochs, u32& epoch, u32 choice = 0) {
   epoch = epochs[block_index()] + 1;
   if (!may_begin(w, operation, epoch)) return false;
   if (block_index() == 0)
-    for (i32 r = thread_index(); r < w.ranks; r += block_threads()) st_release(entry_word(w, r, operation, w.rank), epoch);
+#pragma unroll 1
+    for (i32 r = thread_index(); r < w.ranks; r += block_threads()) {
+      if (choice != 0) st_relaxed(choice_words(w, control_words(w, r), operation) + w.rank, (u64)epoch << 32 | choice);
+      st_release(entry_word(w, r, operation, w.rank), epoch);
+    }
   return true;
 }
 
@@ -99,4 +109,14 @@ DEV bool begin_call(const World& w, i32 operation, const u32* epochs, u32& epoch
 DEV void end_call(u32* epochs, u32 epoch) {
   block_sync();
   if (thread_index() == 0) epochs[block_index()] = epoch;
+}
+
+// Counts the peers that have chosen otherwise for this call, as far as they have entered it. For one warp, once a call.
+DEV_CALL void compare_choices(const World& w, i32 operation, u32 epoch, u32 choice) {
+  const u64* theirs = choice_words(w, control_words(w, w.rank), operation);
+#pragma unroll 1
+  for (i32 r = lane_index(); r < w.ranks; r += WARP) {
+    const u64 seen = ld_relaxed(theirs + r);
+    if ((u32)(seen >> 32) == epoch && (u32)seen != choice) atomic_add(w.bad_input + BAD_CHOICES, 1);
+  }
 }

@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 from test_faults import SOON, TIMEOUT, good_call, settings
 
-from epcomm import Buffer, EpcommError, ExpertPool
+from epcomm import Buffer, EpcommError, ExpertPool, MoECommunicator
 from epcomm.testing import run_threads
 
 
@@ -26,7 +26,13 @@ def broken(device, method, only):
     return lambda: delattr(device, method)
 
 
-def constructor_fails(group, method, word):
+def make(group, kind):
+    if kind is MoECommunicator:
+        return kind(group, num_experts=24, hidden_size=64, topk=4, max_tokens_per_rank=6)
+    return kind(group, **settings())
+
+
+def constructor_fails(group, kind, method, word):
     device, count = group.device, itertools.count()
 
     def only(args):
@@ -34,23 +40,30 @@ def constructor_fails(group, method, word):
 
     mend = broken(device, method, only) if group.rank == 1 else lambda: None
     start = time.monotonic()
-    with pytest.raises(EpcommError, match="Buffer: rank 1: MemoryError: it is broken"):
-        Buffer(group, **settings())
+    with pytest.raises(EpcommError, match=f"{kind.__name__}: rank 1: MemoryError: it is broken"):
+        make(group, kind)
     assert time.monotonic() - start < SOON + 1
     mend()
-    with Buffer(group, **settings()) as buffer:  # the group still works
-        good_call(group, buffer)
+    make(group, kind).close()  # the group still works
     return True
 
 
 @pytest.mark.parametrize(
-    ("method", "word"),
-    [("host_visible", 0), ("zeros", 0), ("zeros", 3), ("zeros", 6), ("zeros", 7), ("synchronize", 0)]
-    + [("launcher", name) for name in ("plan", "dispatch", "combine", "prefetch", "reduce_grad", "meet")],
+    ("kind", "method", "word"),
+    [(Buffer, "host_visible", 0), (Buffer, "synchronize", 0)]
+    + [(Buffer, "zeros", call) for call in (0, 3, 6, 7)]
+    + [
+        (Buffer, "launcher", name)
+        for name in ("plan", "dispatch", "combine", "prefetch", "reduce_grad", "meet")
+    ]
+    + [
+        (MoECommunicator, "launcher", name)
+        for name in ("low_latency_dispatch", "low_latency_combine", "meet")
+    ],
 )
-def test_a_constructor_that_fails_on_one_rank_raises_on_all(method, word):
+def test_a_constructor_that_fails_on_one_rank_raises_on_all(kind, method, word):
     before = resources()
-    assert all(run_threads(3, constructor_fails, method, word, timeout=TIMEOUT + 3))
+    assert all(run_threads(3, constructor_fails, kind, method, word, timeout=TIMEOUT + 3))
     assert resources() == before
 
 

@@ -267,6 +267,42 @@ def test_close_raises_what_nobody_has_seen():
     run_ranks(2, unnoticed, timeout=TIMEOUT)
 
 
+def missing_in(group, operation, seed):
+    """Rank 1 stays away from one operation, in a random order of threads; the others end and name it."""
+    from epcomm.runtime import _fibers
+
+    with Buffer(group, **settings(token_padding=2)) as buffer, ExpertPool(buffer, (8,), "float32") as pool:
+        x, ids = inputs(group, buffer, seed, tokens=20)
+        got = buffer.dispatch(x, ids)
+        calls = dict(
+            plan=lambda: buffer.plan(ids),
+            dispatch=lambda: buffer.dispatch(x, plan=got.plan),
+            combine=lambda: buffer.combine(got.x, got.plan),
+            reduce_grad=lambda: buffer.reduce_grad(got.plan, pool),
+        )
+        buffer.check()
+        if group.rank == 1:
+            time.sleep(1.6)
+            with pytest.raises(PeerTimeoutError):
+                buffer.close()
+            return
+        _fibers.set_schedule(64 * seed + group.rank + 1)
+        try:
+            with pytest.raises(PeerTimeoutError) as caught:
+                calls[operation]()
+        finally:
+            _fibers.set_schedule(None)
+        assert caught.value.operation == operation and caught.value.peers == (1,)
+        pool.close()
+
+
+@pytest.mark.skipif(on_gpus(), reason="the order of fibers can be chosen on the CPU device only")
+@pytest.mark.parametrize("operation", ["plan", "dispatch", "combine", "reduce_grad"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_missing_from_any_operation_in_any_order_of_threads(operation, seed):
+    run_ranks(3, missing_in, operation, seed, timeout=1.0)
+
+
 # ---- exceptions inside `with`
 
 

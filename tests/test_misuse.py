@@ -272,6 +272,38 @@ def test_a_total_that_is_too_small_is_told():
     run_ranks(2, too_few_tokens)
 
 
+def unlike_calls(group, how):
+    """Ranks that come to the same call with different things: all finish it, and are told."""
+    with Buffer(group, **settings_of(num_experts=24)) as buffer:
+        xp, odd = buffer.xp, group.rank == 1
+        x, ids = inputs(group, buffer, tokens=20)
+        weights = xp.ones((20, 4), np.float32)
+        plans = [buffer.plan(ids), buffer.plan(ids)]
+        got = [buffer.dispatch(x, None, weights, plan=plan) for plan in plans]
+        buffer.check()
+        if how == "weights of dispatch":
+            buffer.dispatch(x, None, None if odd else weights, plan=plans[0])
+        elif how == "plan of dispatch":
+            buffer.dispatch(x, plan=plans[odd])
+        elif how == "weights of combine":
+            buffer.combine(got[0].x, plans[0], row_weights=None if odd else got[0].topk_weights)
+        elif how == "plan of combine":
+            buffer.combine(got[odd].x, plans[odd])
+        with pytest.raises(
+            ValueError, match="another rank came to a call with another plan, or with weights"
+        ):
+            buffer.check()
+        buffer.check()
+        good_call(group, buffer)
+
+
+@pytest.mark.parametrize(
+    "how", ["weights of dispatch", "plan of dispatch", "weights of combine", "plan of combine"]
+)
+def test_ranks_that_do_not_mean_the_same_call_are_told(how):
+    run_ranks(3, unlike_calls, how)
+
+
 # ---- plans and lifetimes
 
 

@@ -136,7 +136,7 @@ def test_bad_ids_are_counted_and_act_as_minus_one(dtype):
     ]
     with Planners(2, 4, 2, 8) as planners:
         compare(planners.plan([ids])[0], ids, planners)
-        assert [own.bad_input.tolist() for own in planners.locals] == [[3, 0, 0], [2, 0, 0]]
+        assert [own.bad_input.tolist() for own in planners.locals] == [[3, 0, 0, 0], [2, 0, 0, 0]]
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_and_the_planners():
